@@ -207,11 +207,12 @@ class AlignedLoss:
         divergence = torch.zeros_like(cross_entropy)
         names = sorted(name.removeprefix("distillation/") for name in config.loss.metrics)
         sums = {f"{of}/{name}": logprobs.new_zeros(()) for name in names for of in ("distillation", "chunks")}
-        matches, numbers = logprobs.new_zeros(()), batch.chunk_numbers()
+        matches, numbers, ends = logprobs.new_zeros(()), batch.chunk_numbers(), batch.chunk_ends()
         for start, end in pairwise(batch.cu_seqlens.tolist()):
             if not bool((numbers[start:end] >= 0).any()):
                 continue
-            compared = self._compared(batch, logprobs[start:end, 1:], numbers, start, end)
+            own_ends = ends[(ends >= start) & (ends < end)]
+            compared = self._compared(batch, logprobs[start:end, 1:], numbers[start:end], own_ends)
             teacher = int(batch.teachers[start])
             scale = self.teachers[teacher].weight / self.num_chunks[teacher] * config.loss.temperature**2
             term = scale * compared.divergence.sum()
@@ -238,21 +239,20 @@ class AlignedLoss:
         }
         return loss_output(loss, sums)
 
-    def _compared(
-        self, batch: PackedBatch, logprobs: Tensor, numbers: Tensor, start: int, end: int
-    ) -> Divergences:
-        """The chunks of a sequence, of the policy's logprobs [T, V]."""
+    def _compared(self, batch: PackedBatch, logprobs: Tensor, own: Tensor, ends: Tensor) -> Divergences:
+        """The chunks of a sequence, of the policy's logprobs [T, V].
+
+        `own` [T] are the numbers of the chunks in the batch, -1 in none, and `ends` the places of their ends.
+        """
         assert batch.top_ids is not None, "the loss requires the teacher's tokens"
         assert batch.top_logprobs is not None, "the loss requires the teacher's logprobs"
         assert batch.teachers is not None, "the batch is of aligned examples"
-        loss, own = self.config.loss, numbers[start:end]
-        ends = batch.chunk_ends()
-        ends = ends[(ends >= start) & (ends < end)]
+        loss = self.config.loss
         if loss.temperature != 1:
             logprobs = (logprobs / loss.temperature).log_softmax(-1)
         ids = batch.top_ids[ends[0]].long()
         teacher, ids = batch.top_logprobs[ends][:, ids >= 0], ids[ids >= 0]
-        columns = self._columns(int(batch.teachers[start]), logprobs.device)
+        columns = self._columns(int(batch.teachers[ends[0]]), logprobs.device)
         inside = own >= 0
         own = torch.where(inside, own - own[inside][0], -1)
         if isinstance(loss, CommonKlLossConfig) and not columns.is_identity:

@@ -46,7 +46,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Self:
-        return cls(tokenizer.token_bytes(), tokenizer.special_token_ids, tokenizer.end_token_ids)
+        return cls(tokenizer.token_bytes, tokenizer.special_token_ids, tokenizer.end_token_ids)
 
 
 def align(
@@ -196,7 +196,7 @@ class Projection:
     @classmethod
     def build(cls, policy: Tokenizer, teacher: Tokenizer, ends: tuple[int, int]) -> Self:
         """`ends` are the tokens that end a turn, the policy's and the teacher's."""
-        of_policy, of_teacher = policy.token_bytes(), teacher.token_bytes()
+        of_policy, of_teacher = policy.token_bytes, teacher.token_bytes
         # Of several tokens that write the same, the last one: SentencePiece's tokens of bytes come first.
         mine, known = ({piece: n for n, piece in enumerate(each)} for each in (of_policy, of_teacher))
         entries: list[tuple[int, int, float, bool]] = []
@@ -230,7 +230,7 @@ class Projection:
         """The file of the projection in `folder`, which is written where it is missing. Raises OSError."""
         digest = hashlib.blake2b(_SCHEME + repr(ends).encode(), digest_size=16)
         for tokenizer in (policy, teacher):
-            for piece in tokenizer.token_bytes():
+            for piece in tokenizer.token_bytes:
                 digest.update(len(piece).to_bytes(4, "little") + piece)
             digest.update(b"next")
         path = folder / f"{digest.hexdigest()}.npz"

@@ -114,6 +114,7 @@ class Tokenizer:
         exact = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         return str(self._backend.decode(tokens, **exact))
 
+    @cached_property
     def token_bytes(self) -> list[bytes]:
         """What each token of the vocabulary writes, in UTF-8; a part of a character has some of its bytes.
 

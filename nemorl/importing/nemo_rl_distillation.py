@@ -4,8 +4,9 @@ A section `teacher` has the policy's tokens and scores samples. The models of a 
 with tokens of their own (x_token).
 """
 
-from collections.abc import Iterator
 from typing import Any
+
+from nemorl.config.yaml import leaves
 
 from .nemo_rl_devices import FSDP_SIZES, SIZES, keys_of, model_layout
 from .nemo_rl_learning import GENERATION
@@ -141,7 +142,7 @@ def aligned_teachers(x: Origin) -> Fields:
         if (precision := one.get("precision")) is not None:
             fields[f"{path}.precision"] = precision
         others = {key: value for key, value in x.values.items() if not key.startswith(f"{_TEACHER}.")}
-        alone = Origin(others | {f"{_TEACHER}.{key}": value for key, value in _flat(one)}, x.options)
+        alone = Origin(others | {f"{_TEACHER}.{key}": value for key, value in leaves(one)}, x.options)
         layouts = model_layout(alone, _TEACHER)
         fields |= {key.replace(f"{_PATH}.", f"{path}.", 1): value for key, value in layouts.items()}
         if (weight := one.get("weight", 1.0)) != 1:
@@ -151,14 +152,6 @@ def aligned_teachers(x: Origin) -> Fields:
             hows.append(f"the tokenizer of {name} is that of its folder, and not {tokenizer}")
     x.changed(TEACHERS, "; ".join(hows))
     return fields
-
-
-def _flat(section: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
 
 
 RULES: tuple[Rule, ...] = (

@@ -4,7 +4,6 @@ Also import from and export to megatron-core's own checkpoints (`dist_checkpoint
 them: weights only, named as Transformer Engine's layers name them; the files load under any layout.
 """
 
-import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from nemorl.config.policy import LayoutConfig, PolicyConfig
 from nemorl.errors import RunError
 from nemorl.models.adapters import TrainedWeights
-from nemorl.models.hf_writer import HfFolderWriter, ImportedModel, begin_folder, complete_folder
+from nemorl.models.hf_writer import HfFolderWriter, ImportedModel, writing_folder
 from nemorl.models.layout import PolicyRank, hf_tensors, policy_slices
 from nemorl.models.registry import load_shape, policy_shape
 from nemorl.models.shape import ModelShape
@@ -162,8 +161,7 @@ class UnfitMegatronCheckpoint(RunError, ValueError):
 def export_megatron(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
     """Write `out` as `export_hf`, the whole model in memory. Raises FileExistsError where `out` exists."""
     shape = policy_shape(config)
-    folder = begin_folder(out)
-    try:
+    with writing_folder(out) as folder:
         with _whole_model(shape, config) as (model, weights, boxes):
             for name, tensor in hf_weights(checkpoint, config):
                 for part in boxes[name]:
@@ -172,9 +170,6 @@ def export_megatron(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
             release.mkdir()
             dist_checkpointing.save({**sharded_state(model, shape), "checkpoint_version": 3.0}, str(release))
         (folder / _TRACKER).write_text(_RELEASE)
-        complete_folder(folder, out)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def import_megatron(source: Path, out: Path, like: Path) -> ImportedModel:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -19,7 +18,7 @@ from nemorl.models.eagle3_shape import LM_HEAD, head_shape
 from nemorl.models.hf_config import UnsupportedModel
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.hf_shards import StoredTensor
-from nemorl.models.hf_writer import SHARD_BYTES, HfFolderWriter, begin_folder, complete_folder
+from nemorl.models.hf_writer import SHARD_BYTES, HfFolderWriter, writing_folder
 from nemorl.models.layout import hf_copies, hf_tensors
 from nemorl.models.quantized import Quantizer
 from nemorl.models.registry import load_shape, policy_shape
@@ -153,8 +152,7 @@ def export_adapter(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
         name if name in of_adapters else adapters.PEFT_PREFIX + name: saved.hf_tensor(name).to(dtype)
         for name in trained.tensors()
     }
-    folder = begin_folder(out)
-    try:
+    with writing_folder(out) as folder:
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         description = {  # PEFT's `LoraConfig`; what is left out has its default there
             "peft_type": "LORA",
@@ -170,9 +168,6 @@ def export_adapter(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
             "inference_mode": True,
         }
         (folder / "adapter_config.json").write_text(json.dumps(description, indent=2) + "\n")
-        complete_folder(folder, out)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def export_draft(checkpoint: Path, out: Path, config: PolicyConfig) -> None:

@@ -13,7 +13,6 @@ model's. `lm_head` may have the most frequent tokens only: row j is then that of
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from .eagle3_shape import ARCHITECTURE, LAYERS, LM_HEAD, Eagle3Shape
 from .hf_config import SINGLE_FILE, BrokenModelFolder, UnsupportedModel, read_json_object
 from .hf_folder import HfFolder
-from .hf_writer import begin_folder, complete_folder
+from .hf_writer import writing_folder
 
 D2T = "d2t"
 EMBEDDING = 0  # the hidden state after no layer
@@ -187,10 +186,6 @@ def write_head(out: Path, shape: Eagle3Shape, weights: Mapping[str, Tensor], lik
         "dtype": str(weights[LM_HEAD].dtype).removeprefix("torch."),
         "eagle_config": {LAYERS: list(shape.layers), "use_aux_hidden_state": True},
     }
-    folder = begin_folder(out)
-    try:
+    with writing_folder(out) as folder:
         save_file(dict(weights), folder / SINGLE_FILE, metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        complete_folder(folder, out)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

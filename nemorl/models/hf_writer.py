@@ -8,8 +8,9 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -52,6 +53,17 @@ def begin_folder(out: Path, resume_key: str | None = None) -> Path:
             shutil.rmtree(other, ignore_errors=True)
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@contextmanager
+def writing_folder(out: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `out` at the end, or is removed. Raises as `begin_folder`."""
+    folder = begin_folder(out)
+    try:
+        yield folder
+        complete_folder(folder, out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def lock_folder(folder: Path) -> int:

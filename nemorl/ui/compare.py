@@ -7,7 +7,7 @@ t(0.975, n - 1) · s / √n over the n tasks, of whose rewards each run's mean i
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from nemorl.config.yaml import leaves
 from nemorl.observe.run_folder import RunPaths
 from nemorl.rollout.stored import RolloutFiles, StoredRolloutError
 
@@ -94,7 +95,7 @@ def config_differences(runs: Mapping[str, Path]) -> ConfigDifferences:
             if not isinstance(loaded, dict):
                 raise ValueError("it has no sections")
             readable.append(True)
-            configs.append(dict(_flat(loaded)))
+            configs.append(dict(leaves(loaded)))
         except (OSError, ValueError, yaml.YAMLError) as error:
             readable.append(False)
             configs.append({})
@@ -107,16 +108,6 @@ def config_differences(runs: Mapping[str, Path]) -> ConfigDifferences:
             values = [config.get(name) for config in configs]
             found.append(FieldDifference(name, values, [name in config for config in configs]))
     return ConfigDifferences(sorted(found, key=lambda each: not all(each.given)), notes)
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Fields by their path; lists are values."""
-    for key, value in section.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{path}.")
-        else:
-            yield path, value
 
 
 @dataclass(frozen=True)

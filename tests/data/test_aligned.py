@@ -53,7 +53,7 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> loading.Tokenizer:
 @pytest.mark.parametrize("text", TEXTS)
 def test_tokens_write_their_text(byte_level: loading.Tokenizer, pieces: loading.Tokenizer, text: str) -> None:
     for tokenizer, prefix in ((byte_level, ""), (pieces, " " if text else "")):
-        written = tokenizer.token_bytes()
+        written = tokenizer.token_bytes
         assert len(written) == len(tokenizer)
         assert b"".join(written[token] for token in tokenizer.encode(text)).decode() == prefix + text
 
@@ -66,7 +66,7 @@ def example(tokenizer: loading.Tokenizer, text: str, train_on: str = "completion
 def spans(one: Example, tokenizer: loading.Tokenizer) -> list[bytes]:
     """The text of each chunk."""
     assert one.chunks is not None
-    written = tokenizer.token_bytes()
+    written = tokenizer.token_bytes
     numbers = range(one.chunks.max() + 1)
     return [b"".join(written[t] for t in one.tokens[one.chunks == number]) for number in numbers]
 
@@ -79,7 +79,7 @@ def test_chunks_are_the_shortest_common_pieces_of_text(
     aligned, read = align(mine, Vocabulary.of(byte_level), other, Vocabulary.of(pieces))
 
     def ends(tokenizer: loading.Tokenizer) -> set[int]:
-        written, position, found = tokenizer.token_bytes(), 0, set()
+        written, position, found = tokenizer.token_bytes, 0, set()
         tokens = tokenizer.encode(text)
         for number, token in enumerate(tokens):
             piece = written[token]
@@ -137,7 +137,7 @@ def test_projection_has_exact_tokens_and_splits(
     byte_level: loading.Tokenizer, pieces: loading.Tokenizer
 ) -> None:
     projection = Projection.build(byte_level, pieces, (ENDOFTEXT, 1))
-    mine, other = byte_level.token_bytes(), pieces.token_bytes()
+    mine, other = byte_level.token_bytes, pieces.token_bytes
 
     def row(text: bytes) -> dict[bytes, float]:
         entries = projection.policy_ids == mine.index(text)
