@@ -514,6 +514,17 @@ def reward_models_run_while_sampling(algorithm: AlgorithmConfig, auxiliary: Auxi
 
 
 @check
+def groups_have_no_deadline_while_training(
+    algorithm: AlgorithmConfig, generation: GenerationConfig
+) -> Problems:
+    """Their environments' clocks do not wait for engines that sleep."""
+    seconds = getattr(algorithm, "group_seconds", None)
+    if seconds is not None and algorithm.allows_staleness and generation.takes_turns:
+        fix = "groups wait while the policy trains on the devices that sample, and this time would count"
+        yield Problem("algorithm.group_seconds", seconds, f"{fix}; remove it, or set max_staleness to 0")
+
+
+@check
 def shared_devices_are_freed(sections: Sections) -> Problems:
     """Engines on the policy's GPUs need the memory of the models there, which they have unless it is set."""
     for field in derived_fields(sections):

@@ -48,6 +48,11 @@ class Experiment(Config):
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     """Which checkpoints are written and kept."""
 
+    @property
+    def samples_ahead(self) -> bool:
+        """True if engines sample while the policy trains."""
+        return self.algorithm.allows_staleness and not self.generation.takes_turns
+
 
 def derived_fields(sections: Mapping[str, Any]) -> dict[str, str]:
     """The fields, true, that follow from others in these sections of an experiment, with the reason."""

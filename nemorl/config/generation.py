@@ -208,6 +208,11 @@ class GenerationBase(Config):
         return getattr(self, "colocated", False)
 
     @property
+    def takes_turns(self) -> bool:
+        """True if it samples only while the policy does not compute."""
+        return self.shares_devices or not self.has_engines
+
+    @property
     def can_scale(self) -> bool:
         """True if engines may join and leave a run."""
         return self.has_engines and not self.shares_devices
@@ -279,6 +284,14 @@ class GenerationBase(Config):
             yield Problem("delta", True, fix)
 
     @check
+    def _sequences_wait(self, algorithm: "AlgorithmConfig") -> Problems:
+        """With staleness sequences run when the policy takes the devices, and with them the KV cache."""
+        if self.takes_turns and algorithm.allows_staleness and self.on_update != "restart":
+            fix = "the policy's devices have no KV cache while it trains, and algorithm.max_staleness lets"
+            fix = f"{fix} sequences continue after that; set it to restart"
+            yield Problem("on_update", self.on_update, fix)
+
+    @check
     def _versions_are_files(self) -> Problems:
         if self.transport != "files":
             reason = "only generation.transport: files writes versions; remove it, or set that"
@@ -328,6 +341,7 @@ class MegatronGenerationConfig(BatchingConfig):  # docs/megatron_generation.md
     returns_experts: ClassVar[bool] = True
     has_engines: ClassVar[bool] = False
     backend: Literal["megatron"]
+    on_update: OnUpdate = "restart"
 
     @check
     def _has_no_draft_model(self) -> Problems:
@@ -339,13 +353,7 @@ class MegatronGenerationConfig(BatchingConfig):  # docs/megatron_generation.md
             yield Problem("speculation.method", "mtp", f"{fix}, or another backend")
 
     @check
-    def _samples_in_turn(self, algorithm: "AlgorithmConfig") -> Problems:
-        if algorithm.allows_staleness:
-            fix = "its processes cannot sample while they train; use an engine, or set max_staleness to 0"
-            yield Problem("backend", self.backend, fix)
-
-    @check
-    def _settings_of_engines(self) -> Problems:
+    def _settings_of_engines(self, algorithm: "AlgorithmConfig") -> Problems:
         reasons = {
             "replicas": "their number is policy.layout.data_parallel_size",
             "max_replicas": "their number is policy.layout.data_parallel_size",
@@ -354,7 +362,7 @@ class MegatronGenerationConfig(BatchingConfig):  # docs/megatron_generation.md
             "concurrency": "generation.max_batch_size is what they sample at a time",
             "adaptive_concurrency": "generation.max_batch_size is what they sample at a time",
             "endpoint": "between two stages of sampling it cannot answer",
-            "on_update": "all sequences have ended when it trains",
+            **({} if algorithm.allows_staleness else {"on_update": "all sequences have ended when it trains"}),
         } | dict.fromkeys(("bucket_megabytes", "transport", "delta", "check_one_in"), "no weights are sent")
         for name, reason in reasons.items():
             yield from self.without_effect((name,), f"the policy's processes sample, and {reason}; remove it")
@@ -701,12 +709,6 @@ class VllmGenerationConfig(GenerationBase):
         if self.adapters == "separate" and policy.lora is None:
             fix = "policy.lora is null, so all weights are trained; set it to merged, or train adapters"
             yield Problem("adapters", self.adapters, fix)
-
-    @check
-    def _shares_in_turn(self, algorithm: "AlgorithmConfig") -> Problems:
-        if self.colocated and algorithm.allows_staleness:
-            fix = "with algorithm.max_staleness engines sample while the policy trains; set it to false"
-            yield Problem("colocated", True, fix)
 
     @check
     def _shares_gpus(

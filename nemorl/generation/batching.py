@@ -194,6 +194,23 @@ class BatchingEngine:
         self._sequences: dict[str, ActiveSequence] = {}
         self._sampler: Sampler | None = None  # of the running batch; None when its members changed
         self._stats = EngineStats()
+        self._suspended_at: float | None = None
+
+    def suspend(self) -> None:
+        """Let the cache be freed until `revive`; between two steps."""
+        for _, sequence in self._scheduler.running():
+            self._take_experts(sequence)
+        self._suspended_at = self._clock()
+
+    def revive(self, version: int) -> None:
+        """Sample with the weights of `version`, which read running sequences again; deadlines have waited."""
+        if running := list(self._scheduler.running()):
+            self._runner.cache.reserve(running[-1][0] + 1, max(s.num_tokens for _, s in running))
+        self.weights_changed(version, restart=True)
+        if self._suspended_at is not None:
+            waited, self._suspended_at = self._clock() - self._suspended_at, None
+            for sequence in self._sequences.values():
+                sequence.expires += waited
 
     def weights_changed(self, version: int, *, restart: bool = False) -> None:
         """New weights sample from the next step on; with `restart` they read all running sequences again."""

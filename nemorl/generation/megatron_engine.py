@@ -20,7 +20,7 @@ from .tokens import RequestLimits, load_decoder
 
 
 class PolicySampler(StepDriver):
-    """Samples with a data-parallel copy of the policy, stage by stage; between stages requests wait."""
+    """Samples with a data-parallel copy of the policy, stage by stage; between stages sequences wait."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class PolicySampler(StepDriver):
 
     def serve(self, version: int) -> None:
         """Sample in this thread with the weights in place, which are of `version`, until `stop`."""
-        self._engine.weights_changed(version)
+        self._engine.revive(version)
         self.run()
-        if not self._engine.num_running:
-            self._runner.cache.release()
+        self._engine.suspend()
+        self._runner.cache.release()
         self._runner.end()
 
 

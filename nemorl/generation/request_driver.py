@@ -5,7 +5,7 @@ submit ──▶ one task per request ──▶ gate (closed while paused) ─�
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -110,6 +110,7 @@ class _Sequence:
     sampled: TokenBuffer = field(default_factory=TokenBuffer)
     began: float = field(default_factory=time.monotonic)
     task: asyncio.Task[StopReason] = field(init=False)  # answers the request when it has ended
+    deadline: asyncio.Timeout | None = None  # once its task runs
     restarts: bool = False  # its task was cancelled to continue with what is left of the request
     stop: StopReason | None = None  # once the engine has ended it
 
@@ -126,6 +127,8 @@ class RequestDriver(EngineFront):
         self._idle.set()
         self._paused = False
         self._num_blocks = 0  # of `paused`
+        self._suspension = AsyncExitStack()
+        self._seconds_left: dict[_Sequence, float] | None = None  # of each deadline, while suspended
         self._lock = PauseLock(engine.freeze, self._thaw, self.fail)
         self._failure: EngineFailed | None = None
         self.corruption: str | None = None  # in `health` until `recover`; who sets it pauses the engine
@@ -179,6 +182,36 @@ class RequestDriver(EngineFront):
             await self._lock.release(self)
         finally:
             self._set_gate()
+
+    async def suspend(self) -> None:
+        """Pause until `revive` with an engine that has no sequence and may forget its KV cache.
+
+        Sequences continue from the tokens that they have, and their deadlines wait.
+        """
+        if self._seconds_left is None:
+            now = asyncio.get_running_loop().time()
+            self._seconds_left = {}
+            for sequence, deadline in self._deadlines():
+                if (end := deadline.when()) is not None:
+                    self._seconds_left[sequence] = end - now
+                    deadline.reschedule(None)
+            await self._suspension.enter_async_context(self.paused(drain_seconds=0.0))
+
+    async def revive(self) -> None:
+        """Sample again after `suspend`, if it was called."""
+        await self._suspension.aclose()
+        left, self._seconds_left = self._seconds_left, None
+        if left is not None:
+            now = asyncio.get_running_loop().time()
+            for sequence, deadline in self._deadlines():
+                deadline.reschedule(now + left.get(sequence, sequence.request.deadline_seconds))
+
+    def _deadlines(self) -> Iterator[tuple[_Sequence, asyncio.Timeout]]:
+        """Those that can still be changed."""
+        for sequence in self._sequences.values():
+            deadline = sequence.deadline
+            if deadline is not None and not sequence.task.done() and not deadline.expired():
+                yield sequence, deadline
 
     @asynccontextmanager
     async def paused(self, *, drain_seconds: float | None = None) -> AsyncIterator[None]:
@@ -285,7 +318,9 @@ class RequestDriver(EngineFront):
 
     async def _sample(self, sequence: _Sequence) -> StopReason:
         try:
-            async with asyncio.timeout(sequence.request.deadline_seconds) as deadline:
+            seconds = sequence.request.deadline_seconds if self._seconds_left is None else None
+            async with asyncio.timeout(seconds) as deadline:
+                sequence.deadline = deadline
                 while sequence.stop is None:
                     await self._gate.wait()
                     try:

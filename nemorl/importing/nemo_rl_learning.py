@@ -374,7 +374,7 @@ def asynchronous(x: Origin) -> Fields:
     old, new = f"{kind(x)}.async_{kind(x)}", "async_rl.sampler"
     if x.has_section("async_rl"):
         age = x.get(f"{new}.max_staleness_versions", x.get(f"{new}.max_lookahead_versions", 0))
-        restarts = x.get("async_rl.recompute_kv_cache_after_weight_updates", False)
+        section, in_flight = "async_rl", True
         match x.get(f"{new}.name", "in_order"):
             case "windowed":
                 x.changed(f"{new}.name", "sampling ahead ends at max_staleness steps; there at a full buffer")
@@ -382,19 +382,21 @@ def asynchronous(x: Origin) -> Fields:
                 raise CannotImport(f"{new}.name = custom: its class is not imported")
             case "weight_fifo":
                 x.changed(f"{new}.name", "groups train as they finish; there the oldest weights come first")
-        fields = {"algorithm.max_staleness": age} if age else {}
-        return fields | ({"generation.on_update": "restart" if restarts else "continue"} if age else {})
-    if not x.get(f"{old}.enabled", False):
+        if not age:
+            return {}
+    elif x.get(f"{old}.enabled", False):
+        age, section = x.get(f"{old}.max_trajectory_age_steps", 1), old
+        in_flight = x.get(f"{old}.in_flight_weight_updates", False)
+    else:
         return {}
+    recompute = f"{section}.recompute_kv_cache_after_weight_updates"
     on_update = "finish"
-    if x.get(f"{old}.in_flight_weight_updates", False):
-        restarts = x.get(f"{old}.recompute_kv_cache_after_weight_updates", False)
-        on_update = "restart" if restarts else "continue"
-    if colocated(x):
-        problem = "engines that share the policy's GPUs cannot sample ahead here"
-        fix = "set it or policy.generation.colocated.enabled to false"
-        raise CannotImport(f"{old}.enabled: {problem}; {fix}")
-    age = x.get(f"{old}.max_trajectory_age_steps", 1)
+    if in_flight:
+        on_update = "restart" if x.get(recompute, False) else "continue"
+    if colocated(x) and on_update != "restart":
+        how = "sequences in progress are read again when engines have the devices again"
+        x.changed(f"{old}.in_flight_weight_updates" if section == old else recompute, how)
+        on_update = "restart"
     return {"algorithm.max_staleness": age, "generation.on_update": on_update}
 
 

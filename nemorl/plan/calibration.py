@@ -418,13 +418,13 @@ def _seconds(experiment: Experiment, steps: Sequence[StepMetrics]) -> dict[str, 
     planned = {"training"}
     if isinstance(algorithm, OnlineBase):
         planned |= {"refit"} if experiment.generation.has_engines else set()
-        planned |= {_CHOSEN} if not algorithm.allows_staleness else set()
+        planned |= {_CHOSEN} if not experiment.samples_ahead else set()
     planned |= {"logprobs"} if getattr(algorithm, "needs_old_logprobs", False) else set()
     if algorithm.keeps_reference:
         planned |= {"logprobs" if experiment.reference is None else "reference"}
     # What is loaded, and what no stage has, is `other`; the rest is not planned, as environments are not.
     others = [_rest(step, {"loading", "advantages"}) for step in steps]
-    known = planned | {"loading", "advantages"} | ({_CHOSEN} if algorithm.allows_staleness else set())
+    known = planned | {"loading", "advantages"} | ({_CHOSEN} if experiment.samples_ahead else set())
     whole = [step.values["time/step"] - sum(_stages(step, known)) for step in steps]
     seconds = {name: middle(name) for name in ("generation", "logprobs", "reference", "training", "refit")}
     kept = {name: value for name, value in seconds.items() if name in planned}

@@ -4,7 +4,7 @@ engines share the policy's devices:   step = generation + passes of the policy +
 engines of their own, max_staleness 0: the same, and each group waits while the other works
 engines ahead of training:             step = max(generation, passes of the policy + other) + refit
 
-Engines that may be n steps ahead sample the batches of n steps at a time.
+With a max_staleness of n engines sample the batches of n steps at a time, also on the policy's devices.
 """
 
 import math
@@ -125,7 +125,7 @@ class RunPlan:
             fix = f"the rates of {self.hardware.name} are of bfloat16 and FP8; set it to bfloat16, or give a"
             fix += " file of hardware with operations_float32"
             raise UnplannedRun(f"{section}.precision = {precision}: {fix}")
-        if self.experiment.algorithm.allows_staleness:
+        if self.experiment.samples_ahead:
             at_once = self.experiment.policy.layout.world_size + self._num_engines
         return self.hardware.shared_by(at_once, threads).in_precision(precision)
 
@@ -210,7 +210,7 @@ class RunPlan:
         generation, refit = of.get("generation", 0.0), of.get("refit", 0.0)
         policy = sum(of.values()) - generation - refit - of.get("other", 0.0)
         other = of.get("other", 0.0)
-        if self.experiment.algorithm.allows_staleness:
+        if self.experiment.samples_ahead:
             seconds = max(generation, policy + other) + refit
         else:
             seconds = generation + policy + other + refit

@@ -57,6 +57,8 @@ class Suggestion:
         fields.append(f"generation.tensor_parallel_size={self.plan.engine.tensor}")
         if hasattr(generation, "colocated"):
             fields.append(f"generation.colocated={str(generation.shares_devices).lower()}")
+            if generation.shares_devices and experiment.algorithm.allows_staleness:
+                fields.append(f"generation.on_update={generation.on_update}")
         return [*fields, f"algorithm.max_staleness={getattr(experiment.algorithm, 'max_staleness', 0)}"]
 
 
@@ -71,8 +73,8 @@ def suggest(
 ) -> list[Suggestion]:
     """The fastest run for each placement, split and staleness, in ascending order of their steps' seconds.
 
-    Layouts leave the margin of the hardware's memory free. Engines share the policy's devices, where the back
-    end can, with staleness 0 only. Raises `UnplannedRun`.
+    Layouts leave the margin of the hardware's memory free. Engines share the policy's devices where the back
+    end can. Raises `UnplannedRun`.
     """
     generation = experiment.generation
     if not isinstance(experiment.algorithm, OnlineBase):
@@ -104,9 +106,13 @@ def suggest(
         fitting = [choice for choice in choices if choice.fits]
         if not fitting:
             continue
-        for behind in [0] if colocated else staleness:
+        for behind in staleness:
             algorithm = placed.algorithm.model_copy(update={"max_staleness": behind})
             base = placed.model_copy(update={"algorithm": algorithm})
+            if colocated and behind:  # what runs when the policy trains is read again after that
+                if algorithm.group_seconds is not None:
+                    continue
+                base = _with_generation(base, {"on_update": "restart"})
             plans = [RunPlan(e, shape, hardware, lengths, constants) for e in _with_engines(base, own)]
             plans = [plan for plan in plans if plan.engine.cached_tokens >= _MIN_SEQUENCES * lengths.sequence]
             if not plans:

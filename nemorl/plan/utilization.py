@@ -130,7 +130,7 @@ def utilization(values: Mapping[str, float], experiment: Experiment) -> dict[str
     the stage of the logprobs, or, of algorithms that learn from data, of training.
     """
     generation, online = experiment.generation, isinstance(experiment.algorithm, OnlineBase)
-    ahead = getattr(experiment.algorithm, "max_staleness", 0) > 0
+    ahead = experiment.samples_ahead
     sizes = {model.name: model.config.layout.world_size for model in models_of(experiment)}
     world = engines = sizes["policy"]
     if generation.has_engines:

@@ -201,7 +201,7 @@ class RunRecorder:
         """True if engines sample while the policy trains, and no decision waits for the validation."""
         stop = self._algorithm.early_stop
         waits = stop is not None and stop.metric.startswith("validation/")
-        return self._algorithm.allows_staleness and not waits
+        return self._experiment.samples_ahead and not waits
 
     async def _write_line(self, number: int, values: dict[str, float], *, validate: bool) -> StepMetrics:
         """`validate` holds the engines at their version until the validation ends or all of them are lost."""

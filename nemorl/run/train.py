@@ -120,7 +120,7 @@ def _train_with(
             folder,
             experiment.logger,
             total_steps=experiment.algorithm.num_steps,
-            samples_ahead=experiment.algorithm.allows_staleness,
+            samples_ahead=experiment.samples_ahead,
             deadlines=experiment.cluster.deadlines.by_stage,
         )
         with observer:

@@ -80,7 +80,7 @@ def traced_workload(experiment: Experiment, run_dir: Path) -> Workload:
 
 def _calibrated(traced: Experiment, workload: Workload, steps: Sequence[StepMetrics]) -> Workload:
     # Without staleness the longest trajectories decide about a step, and ahead of training the average ones.
-    ahead = traced.algorithm.allows_staleness
+    ahead = traced.samples_ahead
     measured = _mean(steps, "trajectory_seconds/generation" if ahead else "time/generation")
     for _ in range(_ROUNDS):
         simulated = predict(traced, workload, traced.seed, _STEPS)

@@ -159,7 +159,7 @@ def picture(found: Inspected, machine: Machine) -> Json | None:
         node = {"name": "generation", "section": "generation", "role": "engine", "model": generation.backend}
         devices = generation.replicas * generation.ranks_per_replica if generation.has_engines else 0
         node |= {"layout": f"{generation.replicas} x {generation.backend}", "devices": devices}
-        node["shares"] = generation.shares_devices or not generation.has_engines
+        node["shares"] = generation.takes_turns
         node |= _memory(processes.pop("generation", None), room, gpus=gpus, refused=refused)
         nodes.append(node)
     for group, process in processes.items():

@@ -294,11 +294,23 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "shrink",
         "cluster.max_model_restarts is 0, so no model is restarted",
     ),
-    "stale samples of the policy's own processes": (
-        ["algorithm.max_staleness=1", "generation={backend: megatron}"],
-        "generation.backend",
-        "megatron",
-        "use an engine, or set max_staleness to 0",
+    "the KV cache of the policy's own processes while they train": (
+        ["algorithm.max_staleness=1", "generation={backend: megatron, on_update: continue}"],
+        "generation.on_update",
+        "continue",
+        "the policy's devices have no KV cache while it trains",
+    ),
+    "the KV cache of engines that sleep": (
+        ["algorithm.max_staleness=1", "generation={backend: vllm, colocated: true, on_update: finish}"],
+        "generation.on_update",
+        "finish",
+        "algorithm.max_staleness lets sequences continue after that; set it to restart",
+    ),
+    "a deadline of groups that wait for the policy": (
+        ["algorithm={max_staleness: 1, group_seconds: 60}", "generation={backend: megatron}"],
+        "algorithm.group_seconds",
+        60,
+        "groups wait while the policy trains on the devices that sample, and this time would count",
     ),
     "minibatches that do not divide": (
         ["algorithm.num_minibatches=3"],

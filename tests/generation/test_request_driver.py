@@ -260,6 +260,52 @@ def test_deadlines_hold_before_the_gate_too() -> None:
     run(test)
 
 
+def test_sequences_leave_a_suspended_engine_and_continue_with_what_is_left() -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
+        engine.allow(3)
+        running = later(front, ask("a", tokens=5))
+        await turns(20)
+        await front.suspend()
+        await front.suspend()
+        assert (engine.closed, engine.calls) == (["a"], ["freeze"])
+        held = later(front, ask("b"))
+        engine.version = 4
+        await front.pause("keep")
+        await front.resume()  # of the pause
+        await turns(20)
+        assert (front.health().running, front.health().waiting) == (0, 2)
+        await front.revive()
+        await front.revive()
+        engine.allow(6)
+        assert (await running).versions.tolist() == [3, 3, 3, 4, 4]
+        assert (await held).stop is StopReason.LENGTH
+        (first, again, _) = engine.asked
+        assert again.max_new_tokens == first.max_new_tokens - 3
+        assert engine.calls.count("freeze") == engine.calls.count("thaw")
+
+    run(test)
+
+
+def test_deadlines_wait_for_a_suspended_engine() -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
+        engine.allow(1)
+        late = later(front, ask("late", deadline_seconds=0.2))
+        done = later(front, ask("done", deadline_seconds=60))
+        await turns(20)
+        await front.suspend()
+        held = later(front, ask("held", deadline_seconds=0.2))
+        await asyncio.sleep(0.4)
+        assert not (late.done() or held.done())
+        await front.revive()
+        await turns(20)
+        assert not (late.done() or held.done())
+        assert (await late).stop is (await held).stop is StopReason.ABORT
+        engine.allow(8)
+        assert (await done).stop is StopReason.LENGTH
+
+    run(test)
+
+
 def test_a_waiting_pause_ends_with_what_runs_or_with_a_resume() -> None:
     async def test(engine: Engine, front: RequestDriver) -> None:
         running = later(front, ask("a"))

@@ -17,9 +17,7 @@ from tests.scripts import load_script
 
 # The beginnings of the reasons why a recipe is not imported, and how many recipes each has.
 REFUSED = {
-    "nemo-rl": {
-        "grpo.async_grpo.enabled: ": 1,
-    },
+    "nemo-rl": {},
     "verl": {},
     "openrlhf": {},
 }

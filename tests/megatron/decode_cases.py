@@ -119,7 +119,7 @@ def two_stages(
     caller = threading.Thread(target=lambda: found.append(asyncio.run(callers())))
     caller.start()
     sampler.serve(version=3)
-    assert copy.cache.num_tokens > 0, "what is in flight keeps its keys and values"
+    assert copy.cache.num_tokens == 0, "the policy trains with the memory of keys and values"
     ended = threading.Thread(target=lambda: (caller.join(), asyncio.run(sampler.stop())))
     ended.start()
     sampler.serve(version=4)

@@ -288,6 +288,11 @@ def test_stages_of_a_step_follow_each_other_or_overlap(configure: Configure) -> 
     assert set(together.stages) == {"generation", "training", "refit", "offload", "other"}
     assert together.seconds == pytest.approx(sum(cost.seconds for cost in together.stages.values()))
     assert together.devices == 1
+    shared = "generation.colocated=true", "algorithm.max_staleness=2"
+    in_turn = step(configure(*GPU, *shared), HARDWARE["h100"])
+    assert in_turn.seconds == pytest.approx(sum(cost.seconds for cost in in_turn.stages.values()))
+    generation = in_turn.stages["generation"].seconds
+    assert in_turn.seconds - generation == pytest.approx(together.seconds - together.stages["generation"].seconds)
 
     apart = step(configure(*GPU), HARDWARE["h100"])
     assert apart.devices == 2
@@ -303,6 +308,7 @@ def test_stages_of_a_step_follow_each_other_or_overlap(configure: Configure) -> 
     # Batches of two steps at a time, in the launches of one.
     two = step(configure(*GPU, "algorithm.max_staleness=2"), HARDWARE["h100"]).stages["generation"].seconds
     assert seconds["generation"] / 2 < two < seconds["generation"] * 0.75
+    assert generation == pytest.approx(two)
 
 
 def test_passes_follow_from_the_algorithm(configure: Configure) -> None:

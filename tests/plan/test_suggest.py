@@ -46,7 +46,7 @@ def test_suggestions_fit_use_all_devices_and_are_in_order(tmp_path: Path) -> Non
         assert one.reason.startswith(f"{one.step.longest} is ")
     plans = [one.plan.experiment for one in suggestions]
     ways = {(plan.generation.shares_devices, plan.algorithm.allows_staleness) for plan in plans}
-    assert ways == {(True, False), (False, False), (False, True)}
+    assert ways == {(True, False), (True, True), (False, False), (False, True)}
 
 
 def test_the_printed_fields_give_the_suggested_step(tmp_path: Path) -> None:

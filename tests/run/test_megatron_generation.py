@@ -44,6 +44,24 @@ def test_a_run_is_that_with_the_embedded_engine(folder: Path, model: Path) -> No
     assert not list((folder / "megatron" / "logs").glob("generation-*")), "no engine is started"
 
 
+def test_what_one_step_begins_the_next_one_completes(folder: Path, model: Path) -> None:
+    """With staleness: sequences leave the processes before these train, and continue with new weights."""
+    path = write_experiment(
+        folder, model, "ahead", generation={**GENERATION, "backend": "megatron", "max_batch_size": 3},
+        policy={"optimizer": {"name": "adam", "lr": 1e-2}},
+        rewards=[{"function": "tests.run.rewards:differs"}], checkpointing={"period": 100},
+        algorithm={"num_steps": 4, "validation": {"period": 2, "num_prompts": 2}, "max_staleness": 1},
+    )  # fmt: skip
+    status, output = finish(start("train", path))
+    assert status == 0, output
+    steps = lines(path.with_suffix(""))
+    assert len(steps) == 4
+    assert max(step.values["version/lag_max"] for step in steps) == 1
+    assert max(step.values["version/spread"] for step in steps) == 1
+    assert max(step.values["staleness/gap_max_0"] for step in steps) < 1e-4  # of the trained version
+    assert all("validation/reward" in step.values for step in steps[1::2])
+
+
 @pytest.mark.slow
 def test_experts_spread_over_copies_sample_and_learn(folder: Path, model: Path) -> None:
     """Copies that share experts go through the model together, also while only one has work.

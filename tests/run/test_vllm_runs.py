@@ -117,11 +117,16 @@ def test_engines_sample_in_int8_while_the_policy_trains_in_float32(tmp_path: Pat
     assert all(s.values["version/lag"] == 0 for s in steps)
 
 
+@pytest.mark.parametrize("colocated", [False, True], ids=["apart", "colocated"])
 def test_samples_of_an_asynchronous_run_have_the_logprobs_of_their_versions(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, colocated: bool
 ) -> None:
-    """Sequences run over the updates, after which the KV cache is recomputed."""
+    """Sequences run over the updates, after which the KV cache is recomputed.
+
+    Colocated, they wait outside of the engine while the policy trains.
+    """
     engine = {"backend": "vllm", "threads": 1, "max_num_seqs": 1, "max_new_tokens": 112}
+    engine |= {"colocated": colocated}
     policy = {"layout": {}, "max_sequence_length": 128, "micro_batch_tokens": 1024,
               "optimizer": {"name": "adam", "lr": 1e-2}}  # fmt: skip
     stale = {"max_staleness": 1, "num_prompts_per_step": 2, "num_generations_per_prompt": 32,

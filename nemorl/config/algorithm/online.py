@@ -155,7 +155,8 @@ class OnlineBase(AlgorithmBase):
     """Trajectories of each task, a group."""
     max_staleness: int = Field(0, ge=0)
     """Steps by which the weights that sampled may be older than those that train: 0 samples and trains by
-    turns, 1 samples one step ahead, more is fully asynchronous. With 0, the default, a resumed run gives the
+    turns, 1 samples one step ahead, more is fully asynchronous. Engines on the policy's devices always take
+    turns, and more than 0 lets groups continue after a step. With 0, the default, a resumed run gives the
     results of the uninterrupted one."""
     oversampling: float = Field(1.0, ge=1, json_schema_extra=EXPERT)
     """Groups that are started for a step, as a multiple of `num_prompts_per_step`; it trains on the first to

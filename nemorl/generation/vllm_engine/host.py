@@ -264,8 +264,8 @@ class VllmHost(UpdatedDriver):
             await self._pause.aclose()
 
     async def sleep(self, level: int) -> None:
-        """Leave a GPU to the policy: 1 keeps the weights in host memory, 2 nothing; sequences wait."""
-        await self.pause("keep")
+        """Leave a GPU to the policy: 1 keeps the weights in host memory, 2 nothing; sequences leave it."""
+        await self.suspend()
         if self._options.device == "cuda":
             await self._vllm.sleep(level)
 
@@ -274,7 +274,7 @@ class VllmHost(UpdatedDriver):
         if self._options.device == "cuda":
             await self._vllm.wake(tags)
         if not tags or "kv_cache" in tags:
-            await self.resume()
+            await self.revive()
 
     async def close(self) -> None:
         self._vllm.unwatch()

@@ -204,6 +204,36 @@ def test_groups_read_their_prompts_once_in_a_step_and_sample_what_they_would_hav
     assert_same(together, apart)
 
 
+def test_sequences_of_a_suspended_engine_continue_when_its_cache_was_freed():
+    requests = [replace(one, deadline_seconds=5.0) for one in mixed_requests(8)]
+    clock = Clock()
+    engine = small_engine(max_batch_size=3, clock=clock)
+    for one in requests:
+        engine.add(one)
+    completions = {}
+    for version in range(1, 60):
+        completions |= {c.id: c for _ in range(2) for c in engine.step()}
+        engine.suspend()
+        engine._runner.cache.release()
+        clock.now += 60.0
+        engine.revive(version)
+    assert_same(completions, serve(small_engine(), mixed_requests(8)))
+    versions = completions["3"].versions.tolist()  # of 22 tokens
+    assert versions == sorted(versions)
+    assert len(set(versions)) > 9
+
+    late = replace(requests[3], id="late")
+    engine.add(late)
+    engine.step()
+    engine.suspend()
+    clock.now += 60.0
+    engine.revive(60)
+    clock.now += 4.9
+    assert engine.step() == []
+    clock.now += 0.2
+    assert [(c.id, c.stop) for c in engine.step()] == [("late", StopReason.ABORT)]
+
+
 def test_a_prompt_that_runs_already_is_copied_from_pages_while_the_weights_are_the_same():
     prompt = Prompts(6).one(21)
     group = [request(prompt, f"{i}", max_new_tokens=10 + i, seed=i) for i in range(9)]
