@@ -43,7 +43,9 @@ from nemorl.weights.plan import plan_files, plan_transfers
 
 BUCKET_BYTES = 8 * 2**20
 PLAN_BUCKET_BYTES = 64 * 2**20  # what runs have when nothing is said
-GATHER = "gather and broadcast"
+GATHER, SAVE = "gather and broadcast", "gather and save"
+# One tensor in this number is checked in a refit between GPUs; on a CPU it is each.
+CHECKED_ON_GPUS = 16
 Row = dict[str, Any]  # of a table
 SHOWN = {  # columns of each part's table, by key
     "ways": {
@@ -53,6 +55,7 @@ SHOWN = {  # columns of each part's table, by key
         "bytes_over_shards": "of shards",
         "median_seconds": "s",
         "over_gather_and_broadcast": "ratio",
+        "over_gather_and_save": "to saving",
         "cpu_seconds": "CPU s",
         "peak_megabytes_of_a_sender": "policy",
         "peak_megabytes_of_a_receiver": "engine",
@@ -151,13 +154,19 @@ def measure_ways(case: Case, policy: Ranks, engines: Ranks, folder: Path, rounds
     policy.all("load", folder / "model")
     gathering = gathering_of(policy, engines)
     with ThreadPoolExecutor(2) as at_once:
-        ways: dict[str, Callable[[], object]] = {
-            GATHER: gather_and_broadcast(case, gathering, policy, engines, folder, at_once)
-        }
+        ways = usual_ways(case, gathering, policy, engines, folder, at_once)
         stats: dict[str, RefitStats] = {}
         for transport in TRANSPORTS:
             options = TransportOptions(transport, str(folder / f"versions, {case.name}"))
-            ways[transport] = exchange_by(options, policy, engines, stats)
+            ways[transport] = exchange_by(options, policy, engines, stats, transport)
+        for transport in ("gloo", "files"):
+            options = TransportOptions(
+                transport,  # type: ignore[arg-type]
+                str(folder / f"fewer checks, {case.name}"),
+                check_one_in=CHECKED_ON_GPUS,
+            )
+            name = f"{transport}, 1 in {CHECKED_ON_GPUS} checked"
+            ways[name] = exchange_by(options, policy, engines, stats, name)
         peaks, cpu = {}, dict.fromkeys(ways, 0.0)
         expected = None
         for name, way in ways.items():
@@ -181,6 +190,7 @@ def measure_ways(case: Case, policy: Ranks, engines: Ranks, folder: Path, rounds
     gathered = ITEM_BYTES[DTYPE] * sum(p.num_elements for _, pieces in gathering for r, p in pieces if r)
     sent = {name: found.num_bytes / 1e6 for name, found in stats.items()}
     sent[GATHER] = (gathered + whole * engines.active) / 1e6
+    sent[SAVE] = gathered / 1e6 + sum(engines.all("shard_bytes")) / 1e6
     shards = sum(engines.all("shard_bytes")) / 1e6
     return [
         {
@@ -190,6 +200,7 @@ def measure_ways(case: Case, policy: Ranks, engines: Ranks, folder: Path, rounds
             "bytes_over_shards": sent[name] / shards,
             "median_seconds": timing.median,
             "over_gather_and_broadcast": timing.ratio_to(timings[GATHER]),
+            "over_gather_and_save": timing.ratio_to(timings[SAVE]),
             "cpu_seconds": cpu[name] / rounds,
             "seconds": timing.seconds,
             "seconds_of_stages": dict(stats[name].seconds_of_stages) if name in stats else {},
@@ -200,15 +211,15 @@ def measure_ways(case: Case, policy: Ranks, engines: Ranks, folder: Path, rounds
     ]
 
 
-def gather_and_broadcast(
+def usual_ways(
     case: Case,
     gathering: Gathering,
     policy: Ranks,
     engines: Ranks,
     folder: Path,
     at_once: ThreadPoolExecutor,
-) -> Callable[[], None]:
-    """The usual way, by a process group of all ranks, which are connected here."""
+) -> dict[str, Callable[[], object]]:
+    """Through rank 0, by a process group of all ranks, which are connected here: broadcast, or in a file."""
 
     def both(method: str, given: Sequence[tuple[Any, ...]]) -> None:
         calls = [
@@ -221,13 +232,18 @@ def gather_and_broadcast(
     size = policy.active + engines.active
     rendezvous = folder / f"meeting of {case.name}"
     both("join", [(rendezvous, rank, size, range(policy.active, size)) for rank in range(size)])
-    return lambda: both("gather_and_broadcast", [(gathering, DTYPE)] * size)
+    saved = folder / f"saved, {case.name}"
+    saved.mkdir()
+    return {
+        GATHER: lambda: both("gather_and_broadcast", [(gathering, DTYPE)] * size),
+        SAVE: lambda: both("gather_and_save", [(gathering, DTYPE, saved)] * size),
+    }
 
 
 def exchange_by(
-    options: TransportOptions, policy: Ranks, engines: Ranks, stats: dict[str, RefitStats]
+    options: TransportOptions, policy: Ranks, engines: Ranks, stats: dict[str, RefitStats], name: str
 ) -> Callable[[], None]:
-    """Our way by a transport; `stats` has the last one's."""
+    """Our way by a transport; `stats` has the last one's, by `name`."""
     transport = options.transport
     assert transport != "auto"
     sides = Side(policy, transport), Side(engines, transport)
@@ -235,7 +251,7 @@ def exchange_by(
     versions = itertools.count(1)
 
     def refit() -> None:
-        stats[transport] = asyncio.run(exchange.refit(next(versions)))
+        stats[name] = asyncio.run(exchange.refit(next(versions)))
 
     return refit
 
@@ -247,7 +263,7 @@ def measure_stages(policy: Ranks, engines: Ranks, model: Path, rounds: int) -> l
     policy.all("load", model)
     engines.all("become_embedded_engine", model)
     stats: dict[str, RefitStats] = {}
-    refit = exchange_by(TransportOptions("shared_memory"), policy, engines, stats)
+    refit = exchange_by(TransportOptions("shared_memory"), policy, engines, stats, "shared_memory")
     refit()  # the plan is made, memory pools are filled
     measured = []
     for _ in range(rounds):
@@ -276,7 +292,7 @@ def measure_overlap(policy: Ranks, engines: Ranks, model: Path, rounds: int, fol
     place = f"file://{folder / 'meeting of stepping ranks'}"
     policy.each("become_stepping_sender", [(model, rank, place) for rank in range(OVERLAP_RANKS)])
     engines.all("become_embedded_engine", model)
-    refit = exchange_by(TransportOptions("shared_memory"), policy, engines, {})
+    refit = exchange_by(TransportOptions("shared_memory"), policy, engines, {}, "shared_memory")
     steps: dict[str, list[float]] = {way: [] for way in WAYS}
 
     def measured(way: Way) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from meter import peak, start_of_peak
 from refit_overlap import SteppingSender, Way
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nemorl.generation.torch_engine.engine import ModelRunner
@@ -136,21 +137,46 @@ class Rank:
             mine.setdefault(part.name, []).append(part)
         for name, pieces in gathering:
             if sends and rank:
-                for holder, piece in pieces:
-                    if holder == rank:
-                        dist.send(local_view(self._parameters, piece).to(wire).contiguous(), 0)
+                self._send_to_rank_0(pieces, wire)
                 continue
-            whole = torch.empty(pieces[0][1].shape, dtype=wire)
-            for holder, piece in pieces if rank == 0 else ():
-                if holder:
-                    arrived = torch.empty(piece.size, dtype=wire)
-                    dist.recv(arrived, holder)
-                    whole[piece.box] = arrived
-                else:
-                    whole[piece.box] = local_view(self._parameters, piece).to(wire)
+            whole = self._made_whole(pieces, wire)
             dist.broadcast(whole, 0, group=self._group)
             for part in mine.get(name, ()) if not sends else ():
                 local_view(self._parameters, part).copy_(whole[part.box])
+
+    def gather_and_save(self, gathering: Gathering, dtype: str, folder: Path) -> None:
+        """Rank 0 writes an HF folder, of which every receiver reads what it needs."""
+        rank, wire = dist.get_rank(), getattr(torch, dtype)
+        if isinstance(self.exchanges[self._transports[0]], WeightReceiver):
+            dist.barrier()
+            HfFolder(folder).load_into(self._parameters, self._slices)
+            return
+        tensors = {}
+        for name, pieces in gathering:
+            if rank:
+                self._send_to_rank_0(pieces, wire)
+            else:
+                tensors[name] = self._made_whole(pieces, wire)
+        if rank == 0:
+            save_file(tensors, folder / "model.safetensors")
+        dist.barrier()
+
+    def _send_to_rank_0(self, pieces: Sequence[tuple[int, TensorSlice]], wire: torch.dtype) -> None:
+        for holder, piece in pieces:
+            if holder == dist.get_rank():
+                dist.send(local_view(self._parameters, piece).to(wire).contiguous(), 0)
+
+    def _made_whole(self, pieces: Sequence[tuple[int, TensorSlice]], wire: torch.dtype) -> Tensor:
+        """Of an HF tensor; its values are those of the policy on rank 0 only."""
+        whole = torch.empty(pieces[0][1].shape, dtype=wire)
+        for holder, piece in pieces if dist.get_rank() == 0 else ():
+            if holder:
+                arrived = torch.empty(piece.size, dtype=wire)
+                dist.recv(arrived, holder)
+                whole[piece.box] = arrived
+            else:
+                whole[piece.box] = local_view(self._parameters, piece).to(wire)
+        return whole
 
     def exchange(self, transport: Transport, method: str, *given: Any) -> Any:
         """This rank's part in an exchange."""
