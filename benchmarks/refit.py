@@ -161,7 +161,7 @@ def measure_ways(case: Case, policy: Ranks, engines: Ranks, folder: Path, rounds
             ways[transport] = exchange_by(options, policy, engines, stats, transport)
         for transport in ("gloo", "files"):
             options = TransportOptions(
-                transport,  # type: ignore[arg-type]
+                transport,
                 str(folder / f"fewer checks, {case.name}"),
                 check_one_in=CHECKED_ON_GPUS,
             )

@@ -362,8 +362,9 @@ class MegatronGenerationConfig(BatchingConfig):  # docs/megatron_generation.md
             "concurrency": "generation.max_batch_size is what they sample at a time",
             "adaptive_concurrency": "generation.max_batch_size is what they sample at a time",
             "endpoint": "between two stages of sampling it cannot answer",
-            **({} if algorithm.allows_staleness else {"on_update": "all sequences have ended when it trains"}),
         } | dict.fromkeys(("bucket_megabytes", "transport", "delta", "check_one_in"), "no weights are sent")
+        if not algorithm.allows_staleness:
+            reasons["on_update"] = "all sequences have ended when it trains"
         for name, reason in reasons.items():
             yield from self.without_effect((name,), f"the policy's processes sample, and {reason}; remove it")
 

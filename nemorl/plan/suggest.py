@@ -110,7 +110,7 @@ def suggest(
             algorithm = placed.algorithm.model_copy(update={"max_staleness": behind})
             base = placed.model_copy(update={"algorithm": algorithm})
             if colocated and behind:  # what runs when the policy trains is read again after that
-                if algorithm.group_seconds is not None:
+                if experiment.algorithm.group_seconds is not None:
                     continue
                 base = _with_generation(base, {"on_update": "restart"})
             plans = [RunPlan(e, shape, hardware, lengths, constants) for e in _with_engines(base, own)]

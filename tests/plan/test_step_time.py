@@ -292,7 +292,8 @@ def test_stages_of_a_step_follow_each_other_or_overlap(configure: Configure) -> 
     in_turn = step(configure(*GPU, *shared), HARDWARE["h100"])
     assert in_turn.seconds == pytest.approx(sum(cost.seconds for cost in in_turn.stages.values()))
     generation = in_turn.stages["generation"].seconds
-    assert in_turn.seconds - generation == pytest.approx(together.seconds - together.stages["generation"].seconds)
+    rest = together.seconds - together.stages["generation"].seconds
+    assert in_turn.seconds - generation == pytest.approx(rest)
 
     apart = step(configure(*GPU), HARDWARE["h100"])
     assert apart.devices == 2
