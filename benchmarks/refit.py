@@ -29,7 +29,7 @@ from common import publish, table_of, time_in_turns
 from refit_models import DEEPSEEK_V3, DENSE, DTYPE, MOE, layouts_of, shape_of
 from refit_overlap import RANKS as OVERLAP_RANKS
 from refit_overlap import WAYS, Way
-from refit_ranks import TRANSPORTS, Gathering, Ranks, Side
+from refit_ranks import CHECKED_ON_GPUS, LESS_CHECKED, TRANSPORTS, Gathering, Ranks, Side
 from safetensors.torch import save_file
 
 from nemorl.config.policy import LayoutConfig
@@ -44,8 +44,6 @@ from nemorl.weights.plan import plan_files, plan_transfers
 BUCKET_BYTES = 8 * 2**20
 PLAN_BUCKET_BYTES = 64 * 2**20  # what runs have when nothing is said
 GATHER, SAVE = "gather and broadcast", "gather and save"
-# One tensor in this number is checked in a refit between GPUs; on a CPU it is each.
-CHECKED_ON_GPUS = 16
 Row = dict[str, Any]  # of a table
 SHOWN = {  # columns of each part's table, by key
     "ways": {
@@ -159,13 +157,9 @@ def measure_ways(case: Case, policy: Ranks, engines: Ranks, folder: Path, rounds
         for transport in TRANSPORTS:
             options = TransportOptions(transport, str(folder / f"versions, {case.name}"))
             ways[transport] = exchange_by(options, policy, engines, stats, transport)
-        for transport in ("gloo", "files"):
-            options = TransportOptions(
-                transport,
-                str(folder / f"fewer checks, {case.name}"),
-                check_one_in=CHECKED_ON_GPUS,
-            )
-            name = f"{transport}, 1 in {CHECKED_ON_GPUS} checked"
+        for name, transport in LESS_CHECKED.items():
+            url = str(folder / f"less checked, {case.name}")
+            options = TransportOptions(transport, url, check_one_in=CHECKED_ON_GPUS)
             ways[name] = exchange_by(options, policy, engines, stats, name)
         peaks, cpu = {}, dict.fromkeys(ways, 0.0)
         expected = None
@@ -243,10 +237,8 @@ def usual_ways(
 def exchange_by(
     options: TransportOptions, policy: Ranks, engines: Ranks, stats: dict[str, RefitStats], name: str
 ) -> Callable[[], None]:
-    """Our way by a transport; `stats` has the last one's, by `name`."""
-    transport = options.transport
-    assert transport != "auto"
-    sides = Side(policy, transport), Side(engines, transport)
+    """Our way, which each process has by `name`, as `stats` have the last one's."""
+    sides = Side(policy, name), Side(engines, name)
     exchange = WeightExchange(*sides, BUCKET_BYTES, 300.0, options)  # type: ignore[arg-type]
     versions = itertools.count(1)
 

@@ -40,6 +40,11 @@ from nemorl.weights.messages import (
 TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "gloo", "files")
 if find_spec("nixl") is not None:
     TRANSPORTS += ("nixl",)
+# One tensor in this number is checked in a refit between GPUs; on a CPU it is each.
+CHECKED_ON_GPUS = 16
+LESS_CHECKED: dict[str, Transport] = {
+    f"{transport}, 1 in {CHECKED_ON_GPUS} checked": transport for transport in ("gloo", "files")
+}
 ON_ONE_GPU: tuple[Transport, ...] = ("cuda_ipc", "shared_memory")
 Gathering = Sequence[tuple[str, Sequence[tuple[int, TensorSlice]]]]  # by tensor: who brings which box
 
@@ -49,7 +54,7 @@ class Rank:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._transports = TRANSPORTS if device.type == "cpu" else ON_ONE_GPU
+        self._transports = (*TRANSPORTS, *LESS_CHECKED) if device.type == "cpu" else ON_ONE_GPU
 
     def become_sender(self, shape: ModelShape, place: PolicyRank, dtype: str = "float32") -> None:
         """Hold a policy's shard, of zeros until `load`."""
@@ -178,9 +183,9 @@ class Rank:
                 whole[piece.box] = local_view(self._parameters, piece).to(wire)
         return whole
 
-    def exchange(self, transport: Transport, method: str, *given: Any) -> Any:
+    def exchange(self, way: str, method: str, *given: Any) -> Any:
         """This rank's part in an exchange."""
-        return getattr(self.exchanges[transport], method)(*given)
+        return getattr(self.exchanges[way], method)(*given)
 
     def become_stepping_sender(self, model: Path, rank: int, rendezvous: str) -> None:
         """Hold a policy with its optimizer."""
@@ -247,10 +252,10 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Side:
-    """The processes of one side in an exchange by one transport (`SenderGroup` and `ReceiverGroup`)."""
+    """The processes of one side in an exchange of one way (`SenderGroup` and `ReceiverGroup`)."""
 
     ranks: Ranks
-    transport: Transport
+    way: str
 
     async def describe(self) -> list[SenderLayout] | list[ReceiverLayout]:
         """As the exchange asks."""
@@ -258,7 +263,7 @@ class Side:
 
     async def prepare(self, parts: Sequence[Part]) -> None:
         """As the exchange asks."""
-        await asyncio.to_thread(self.ranks.each, "exchange", [(self.transport, "prepare", p) for p in parts])
+        await asyncio.to_thread(self.ranks.each, "exchange", [(self.way, "prepare", p) for p in parts])
 
     async def send(self, session: RefitSession) -> list[SendReport]:
         """As the exchange asks."""
@@ -278,7 +283,7 @@ class Side:
 
     async def _all(self, method: str, *given: Any) -> list[Any]:
         # In a thread, because both sides of a refit wait for each other.
-        return await asyncio.to_thread(self.ranks.all, "exchange", self.transport, method, *given)
+        return await asyncio.to_thread(self.ranks.all, "exchange", self.way, method, *given)
 
 
 def _serve(end: "Connection[Any, Any]", device: str) -> None:

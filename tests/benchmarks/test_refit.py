@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from refit import GATHER, Case, measure_overlap, measure_stages, measure_ways, write_random
+from refit import GATHER, SAVE, Case, measure_overlap, measure_stages, measure_ways, write_random
 from refit_models import DENSE, shape_of
-from refit_ranks import TRANSPORTS, Ranks
+from refit_ranks import LESS_CHECKED, TRANSPORTS, Ranks
 
 from nemorl.config.policy import LayoutConfig
 
@@ -22,8 +22,9 @@ def test_every_way_brings_the_same_weights(tmp_path: Path) -> None:
     finally:
         policy.stop()
         engines.stop()
-    assert [row["way"] for row in rows] == [GATHER, *TRANSPORTS]
-    assert [row["bytes_over_shards"] for row in rows[1:]] == [1.0] * len(TRANSPORTS)
+    ways = *TRANSPORTS, *LESS_CHECKED
+    assert [row["way"] for row in rows] == [GATHER, SAVE, *ways]
+    assert [row["bytes_over_shards"] for row in rows[2:]] == [1.0] * len(ways)
 
 
 def test_stages_are_those_of_an_update_of_the_embedded_engine(tmp_path: Path) -> None:
