@@ -201,7 +201,7 @@ def _is_within(path: str, section: str) -> bool:
 
 
 def _keys_of(problem: Problem, imported: Imported | None) -> str:
-    """The keys of the origin that a field comes from; only those with its name or value, if there are some."""
+    """The keys of the origin that a field comes from; those with its name or value, if there are some."""
     if imported is None:
         return ""
     given = [
