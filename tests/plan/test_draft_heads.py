@@ -89,7 +89,7 @@ def written_head(model: Path, folder: Path) -> Path:
         ),
     ],
 )
-def test_a_head_with_torn_weights_is_refused(
+def test_a_head_with_incomplete_weights_is_refused(
     configure: Configure, model: Path, tmp_path: Path, harm: Callable[[Path], object], reason: str
 ) -> None:
     head = written_head(model, tmp_path / "head")
