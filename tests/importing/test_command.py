@@ -542,19 +542,31 @@ def test_a_folder_that_cannot_be_written_is_named(
 
 @pytest.mark.parametrize("recipe", ["grpo_math_1B.yaml", "recipes/llm/dapo-qwen2.5-7b.v2.yaml"])
 def test_the_overrides_of_the_page_make_an_imported_recipe_run_here(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    recipe: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     page = (Path(__file__).parents[2] / "docs/moving_in.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^nemorl train experiment\.yaml (.*?)^```", page, re.DOTALL | re.MULTILINE)
     sizes = re.sub(r"(\S*){(\w+(?:,\w+)+)}(\S*)", each_of_braces, command.replace("\\\n", " "))
-    out = imported_recipe(tmp_path, recipe)
+    prompts = tmp_path / "examples" / "prompts"
+    prompts.mkdir(parents=True)
+    (prompts / "cot.txt").write_text("Think step by step.\n{}\n", encoding="utf-8")
+    out = imported_recipe(tmp_path, recipe, **{"data.default.prompt_file": "examples/prompts/cot.txt"})
+    assert "Think" in load_experiment(out).data.prompt_template
     reward = "def digits(completions, **columns):\n    return [float(len(text)) for text in completions]\n"
     (tmp_path / "my_rewards.py").write_text(reward, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     request.addfinalizer(lambda: sys.modules.pop("my_rewards", None))  # other tests have one of that name
     assert main(["models", "create", "arithmetic", "models/arithmetic"]) == 0
+    capsys.readouterr()
     assert main(["train", str(out), *shlex.split(sizes), "--dry-run"]) == 0
+    data = yaml.safe_load(capsys.readouterr().out)["data"]
+    # The tiny model's tokens are digits: it cannot encode the words of a recipe's prompt.
+    assert (data["prompt_template"], data.get("system_prompt")) == ("{prompt}", None)
 
 
 def each_of_braces(match: re.Match[str]) -> str:
