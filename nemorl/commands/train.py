@@ -113,7 +113,10 @@ def _quickstart(arguments: Namespace) -> int:
     from nemorl.models.create import ARITHMETIC, create_tiny_model  # torch
 
     folder = arguments.dir.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be created ({error.strerror}); give another --dir") from error
     os.chdir(folder)  # the paths of the experiments are relative
     if (runs := Path("runs/quickstart")).exists():
         kept = f"{folder} has a quickstart: what is complete is kept"

@@ -73,6 +73,7 @@ PROJECTS = {
     "trl": replace(_TRL["grpo"], trainers=_TRL),
 }
 _OURS = r"^  model_path:"
+_UNSET = re.compile(r"\$\{?([A-Za-z_]\w*)")  # a variable of a shell
 
 
 def project_of(text: str) -> Project | None:
@@ -101,6 +102,11 @@ def import_values(
     if compares:
         imported = settled(imported, project.rules, origin)
     tree = {"run_dir": project.run_dir, **imported.tree}
+    for _, value in leaves(tree):
+        if not isinstance(value, str) or value in origin.comments or len(value.split()) > 1:
+            continue
+        if unset := _UNSET.search(value):
+            origin.note(value, f"nothing sets ${unset[1]}; write the value")
     ordered = {name: _variant_first(tree[name]) for name in _ORDER if name in tree}
     return replace(imported, tree=ordered)
 
@@ -195,7 +201,7 @@ def _is_within(path: str, section: str) -> bool:
 
 
 def _keys_of(problem: Problem, imported: Imported | None) -> str:
-    """The keys of the origin that a field comes from; only the one with its value, if there is one."""
+    """The keys of the origin that a field comes from; those with its name or value, if there are some."""
     if imported is None:
         return ""
     given = [
@@ -203,7 +209,8 @@ def _keys_of(problem: Problem, imported: Imported | None) -> str:
     ] or [row for row in imported.rows if any(_is_within(field, problem.field) for field in row.fields)]
     value = str(problem.value)  # as NaN is not equal to itself
     same = [row for row in given if problem.value is not None and str(row.value) == value]
-    keys = [row.key for row in same or given][:_NAMED]
+    named = [row for row in given if row.key.rpartition(".")[2] in problem.field.split(".")]
+    keys = [row.key for row in [row for row in named if row in same] or named or same or given][:_NAMED]
     if keys:
         return f"from {', '.join(keys)}"
     absent = imported.keys_of_fields.get(problem.field, ())[:_NAMED]

@@ -11,7 +11,7 @@ from typing import Any
 
 from nemorl.config.yaml import leaves
 
-from .rules import CannotImport, Imported, Origin, Part, Row, Rule, RuleIndex, place, written
+from .rules import WRONG_TYPE, CannotImport, Imported, Origin, Part, Row, Rule, RuleIndex, place, written
 
 NO_EFFECT = "no effect next to the other keys"
 _ABSENT = object()
@@ -84,8 +84,8 @@ def _made(parts: Sequence[Part], origin: Origin) -> dict[str, Any] | None:
     tree: dict[str, Any] = {}
     try:
         for part in parts:
-            for path, value in written(part, origin, is_first=True).items():
+            for path, value in written(part, origin).items():
                 place(tree, path, value)
-    except CannotImport:
+    except (CannotImport, *WRONG_TYPE):
         return None
     return dict(leaves(tree))

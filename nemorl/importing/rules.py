@@ -24,6 +24,7 @@ _MISSPELLED = 0.8  # of a value, by difflib: `gdpo` is not a misspelling of `grp
 _SIMILAR = 0.92  # of two names, by difflib: `critc_warmup` is a misspelling of `critic_warmup`
 _ASKS_FOR_ROWS = "--rows"
 _COMMAND = re.compile(r"\$\(|`")  # of a shell
+WRONG_TYPE = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError)  # raised by rules
 
 Outcome = Literal["mapped", "changed", "none", "unknown"]
 Fields = Mapping[str, Any]  # values of an experiment by the paths of their fields
@@ -203,9 +204,15 @@ def apply(
     problems: list[str] = []
     for key, likeness in likenesses.items():
         given = origin.values.get(key)
-        if given is not None and not str(given).startswith("$"):  # a variable that a script does not set
+        if given is not None and not _is_unset(given):
             with _listing(problems):
                 _as_type_of(likeness, given, key)
+    index = RuleIndex(rules)
+    problems += [
+        f"{key} = {value}: expected a section; correct it, or leave it out"
+        for key, value in origin.values.items()
+        if isinstance(value, int | float | str) and value and not _is_unset(value) and index.is_section(key)
+    ]
     tree: dict[str, Any] = {}
     sources: dict[str, list[str]] = {}
     keys_of_fields: dict[str, tuple[str, ...]] = {}
@@ -213,25 +220,44 @@ def apply(
         if isinstance(rule, Part):
             keys_of_fields |= {path: rule.keys for path in rule.fields if path not in keys_of_fields}
             # What a rule makes of a value that is refused already says nothing new.
-            if any(one.startswith((f"{key} = ", f"{key}: ")) for key in rule.keys for one in problems):
+            if any(_names(problems, key) for key in rule.keys):
                 continue
             with _listing(problems):
-                for path, value in written(rule, origin, is_first=not problems).items():
+                try:
+                    fields = written(rule, origin)
+                except WRONG_TYPE as error:
+                    wrong = _wrong_values(rule, origin)
+                    if any(_names(problems, key) for key in wrong) or (problems and not wrong):
+                        continue
+                    read = {key: origin.values[key] for key in rule.keys if key in origin.values}
+                    listed = ", ".join(f"{key} = {value}" for key, value in (wrong or read).items())
+                    problem = "expected a value of the type that the key has there; correct it"
+                    raise CannotImport(f"{listed or rule.keys[0]}: {problem}") from error
+                for path, value in fields.items():
                     place(tree, path, value)
                     known = sources.setdefault(path.partition(".")[0], [])
                     known += [key for key in rule.keys if key in origin.values and key not in known]
     values = sorted(origin.values.items()) if with_rows else ()
-    index = RuleIndex(rules)
     rows = tuple(_row(key, value, index, origin) for key, value in values)
     if problems:
         for key, given in origin.values.items():  # those that no rule came to
-            if not str(given).startswith("$"):
+            if not _is_unset(given):
                 with _listing(problems):
                     origin.get(key)
         problems.sort(key=lambda problem: _ASKS_FOR_ROWS in problem)  # the rest may be all that is wrong
         unknown = [f"{row.key}: unknown key; {row.note}" for row in rows if row.outcome == "unknown"]
         raise CannotImport(*problems, *unknown)
     return Imported(tree, rows, sources, origin.files, origin.comments, keys_of_fields)
+
+
+def _is_unset(value: object) -> bool:
+    """True for a variable that a script does not set."""
+    return str(value).startswith("$")
+
+
+def _names(problems: list[str], key: str) -> bool:
+    """True if a problem is of this key."""
+    return any(problem.startswith((f"{key} = ", f"{key}: ")) for problem in problems)
 
 
 @contextmanager
@@ -243,27 +269,38 @@ def _listing(problems: list[str]) -> Iterator[None]:
         problems += [problem for problem in error.problems if problem not in problems]
 
 
-def written(rule: Part, origin: Origin, *, is_first: bool) -> Fields:
-    """The fields of a rule; `is_first` if nothing is refused so far, which may be why the rule fails."""
+def written(rule: Part, origin: Origin) -> Fields:
+    """The fields of a rule. Raises one of WRONG_TYPE where a value is not what the rule reads."""
     for key in rule.keys:
         if isinstance(value := origin.values.get(key), str) and _COMMAND.search(value):
             raise CannotImport(f"{key} = {value}: nothing is executed; write what the command prints there")
+    return rule.write(origin)
+
+
+def _wrong_values(rule: Part, origin: Origin) -> dict[str, Any]:
+    """Values without which the rule does not fail, or fails in another way, of all keys; switches last."""
+    rest, found = dict(origin.values), dict[str, Any]()
+    while (failure := _failure(rule, origin, rest)) is not None:
+        cures = {
+            key: value
+            for key, value in rest.items()
+            if _failure(rule, origin, {other: rest[other] for other in rest if other != key}) != failure
+        }
+        if not cures:
+            break
+        found |= {key: value for key, value in cures.items() if not isinstance(value, bool)} or cures
+        rest = {key: value for key, value in rest.items() if key not in found}
+    return found
+
+
+def _failure(rule: Part, origin: Origin, values: Mapping[str, Any]) -> str | None:
     try:
-        return rule.write(origin)
-    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
-        given = {key: origin.values[key] for key in rule.keys if key in origin.values}
-        odd = {key: value for key, value in given.items() if not _is_plausible(value)}
-        if not odd and not is_first:
-            return {}
-        listed = ", ".join(f"{key} = {value}" for key, value in (odd or given).items())
-        raise CannotImport(
-            f"{listed or rule.keys[0]}: expected a value of the type that the key has there; correct it"
-        ) from error
-
-
-def _is_plausible(value: object) -> bool:
-    """False for text, in which what a script does not assign and misspelled numbers are."""
-    return isinstance(value, bool | int | float | None) or (isinstance(value, list) and bool(value))
+        rule.write(Origin(values, origin.options, origin.defaults))
+    except WRONG_TYPE as error:
+        return repr(error)
+    except CannotImport:
+        pass
+    return None
 
 
 def _as_type_of(likeness: object, value: Any, key: str) -> Any:
@@ -346,6 +383,20 @@ class RuleIndex:
         """The last parts of named keys in the section of this one."""
         section = key.rpartition(".")[0]
         return [name.rpartition(".")[2] for name in self._rules if name.rpartition(".")[0] == section]
+
+    def is_section(self, key: str) -> bool:
+        """True if rules read keys below this one, and none reads itself."""
+        return key in self._sections and not any(
+            isinstance(rule, Part | Lost) for _, rule in self._rules.get(key, ())
+        )
+
+    @cached_property
+    def _sections(self) -> frozenset[str]:
+        read = (
+            name for name, found in self._rules.items() if any(isinstance(rule, Part) for _, rule in found)
+        )
+        parents = (itertools.accumulate(name.split(".")[:-1], "{}.{}".format) for name in read)
+        return frozenset(itertools.chain.from_iterable(parents))
 
     def of(self, key: str) -> list[Rule]:
         """The rules of a key, in their order."""

@@ -42,8 +42,10 @@ PUBLIC = {
 
 def batch(size: int, per_update: int, key: str, unit: str = "trajectories") -> int:
     """Optimizer steps of a batch; `unit`: what sizes count. Raises CannotImport if it does not divide."""
+    if per_update < 1:
+        raise CannotImport(f"{key} = {per_update}: expected at least 1; give the {unit} of an update")
     updates, rest = divmod(size, per_update)
-    if rest or not updates:
+    if rest or updates < 1:
         problem = f"the {size} {unit} of a step are no multiple of it"
         raise CannotImport(f"{key} = {per_update}: {problem}; change one, as minibatches are equal here")
     return updates
@@ -83,7 +85,7 @@ def run_length(x: Origin, steps: int | None, epochs: int | None, rows: int | Non
 def sampling(temperature: float, top_p: float, top_k: int | None) -> dict[str, Any]:
     """A section `sampling`; top-k of -1 or 0 means all."""
     section: dict[str, Any] = {"temperature": temperature}
-    if top_p < 1:
+    if top_p != 1:
         section["top_p"] = top_p
     if top_k is not None and top_k > 0:
         section["top_k"] = top_k

@@ -3,7 +3,7 @@
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,29 +68,47 @@ def read_inherited(file: Path, heirs: tuple[Path, ...] = ()) -> "DictConfig":
     from it. Raises CannotImport.
     """
     conf = omegaconf()
-    config = read_yaml(file)
-    names = config.pop("defaults", None) or []
+    own = conf.to_container(read_yaml(file), resolve=False)
+    names = own.pop("defaults", None) or []
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CannotImport(f"{file}: defaults = {names}: expected a path or a list of paths; correct it")
     base = conf.create({})
     chain = (*heirs, file)
-    for name in [names] if isinstance(names, str) else list(names):
-        parent = file.parent / str(name)
+    for name in names:
+        parent = file.parent / name
         if any(parent.resolve() == one.resolve() for one in chain):
             raise CannotImport(f"{file}: defaults = {name}: the file inherits from itself; remove the entry")
         if not parent.is_file():
             problem = f"there is no file {parent}"
             raise CannotImport(f"{file}: defaults = {name}: {problem}; correct the path, or add the file")
-        base = _merged(base, read_inherited(parent, chain))
-    return _merged(base, config)
+        base = _merged(base, read_inherited(parent, chain), file)
+    return _merged(base, conf.create(own), file)
 
 
-def _merged(base: "DictConfig", over: "DictConfig") -> "DictConfig":
+def _merged(base: "DictConfig", over: "DictConfig", file: Path) -> "DictConfig":
+    """`over` laid over `base`. Raises CannotImport where one has a list and the other a section."""
     conf = omegaconf()
     for key in list(over.keys()):
         section: Any = None if conf.is_missing(over, key) else over._get_node(key)
         if conf.is_dict(section) and not section._is_none() and section.pop("_override_", False):
             base.pop(key, None)
+    kinds = (conf.to_container(config, resolve=False) for config in (base, over))
+    if problems := [f"{file}: {problem}" for problem in _clashes(*kinds)]:
+        raise CannotImport(*problems)
     merged: DictConfig = conf.merge(base, over)
     return merged
+
+
+def _clashes(base: dict[Any, Any], over: dict[Any, Any], section: str = "") -> Iterator[str]:
+    """The keys that are a list in one config and a section in the other, which OmegaConf does not merge."""
+    for key, above in over.items():
+        below = base.get(key)
+        if isinstance(below, dict) and isinstance(above, dict):
+            yield from _clashes(below, above, f"{section}{key}.")
+        elif {type(below), type(above)} == {dict, list}:
+            inherited = "section" if isinstance(below, dict) else "list"
+            yield f"{section}{key} = {above}: the inherited file has a {inherited} there; give a {inherited}"
 
 
 def read_yaml(file: Path) -> "DictConfig":
@@ -110,10 +128,15 @@ def read_yaml(file: Path) -> "DictConfig":
         lines = enumerate(text.splitlines(), start=1)
         line = next((f":{number}" for number, one in lines if one.count("${") > one.count("}")), "")
         raise CannotImport(f"{file}{line}: {_why(error)}") from error
+    except OSError as error:  # the file has been read, so it is a number, a date or the like
+        problem = "there is a single value at the top level"
+        raise CannotImport(f"{file}: {problem}; name a config, which has sections there") from error
     except Exception as error:
         raise CannotImport(f"{file}: cannot be read: {str(error).partition(chr(10))[0]}") from error
     if not conf.is_dict(config):
-        raise CannotImport(f"{file}: expected sections at the top level")
+        raise CannotImport(
+            f"{file}: there is a list at the top level; name a config, which has sections there"
+        )
     tree: DictConfig = config
     return tree
 

@@ -507,7 +507,12 @@ RULES: tuple[Rule, ...] = (
         "`nemorl train --resume` continues the run in run_dir",
         (None, "checkpoints/"),
     ),
+    Lost(
+        tuple(f"skip.{name}.enable" for name in ("rollout", "rollout_tq", "async_rollout")),
+        "`nemorl train --replay` trains on the trajectories of another run",
+    ),
     # Without counterpart, and the result is the same.
+    Ignored(("skip.*",), "how samples of an earlier run are stored"),
     Ignored(("data.truncation",), "no prompt is cut off; groups with one that is too long train nothing"),
     Ignored((f"{TRANSFORMER}.moe_router_dtype",), "router logits are computed in float32"),
     Ignored(("data.*",), "how rows are read"),
@@ -517,7 +522,7 @@ RULES: tuple[Rule, ...] = (
     Ignored((f"{MODEL}.*",), "how the model is loaded and computed"),
     Ignored(("critic.*",), "the critic has the policy's layout, schedule and micro-batches"),
     Ignored(
-        ("reward.*", "reward_model.*", "reward_manager.*", "custom_reward_function.*"),
+        ("reward.*", "reward_model.*", "reward_manager.*", "custom_reward_function.*", "sandbox_fusion.*"),
         "how rewards are computed",
     ),
     Ignored(
@@ -534,5 +539,5 @@ RULES: tuple[Rule, ...] = (
         "trackers, profiling, the start of Ray, the order of samples",
     ),
     Ignored(("algorithm.*",), "of a method that is off"),
-    Ignored(("distillation.*",), "distillation is off, or how the teachers' engines compute"),
+    Ignored(("distillation.*",), "how the teachers' engines compute"),
 )

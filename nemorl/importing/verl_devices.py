@@ -288,10 +288,9 @@ def engine_arguments(x: Origin) -> dict[str, Any]:
 
 def checkpoints(x: Origin) -> Fields:
     period, kept = x.get("trainer.save_freq"), x.get("trainer.max_actor_ckpt_to_keep")
-    folder = x.get("trainer.default_local_dir")
-    if folder is None or str(folder).startswith("$"):
-        folder = f"checkpoints/{x.get('trainer.project_name')}/{x.get('trainer.experiment_name')}"
-    fields: dict[str, Any] = {"run_dir": home(str(folder))}
+    default = f"checkpoints/{x.get('trainer.project_name')}/{x.get('trainer.experiment_name')}"
+    folder = home(str(x.get("trainer.default_local_dir", default)))
+    fields: dict[str, Any] = {"run_dir": folder}
     if period <= 0:
         return fields | {"checkpointing": {"enabled": False}}
     section: dict[str, Any] = {"period": period} | ({"keep": kept} if kept else {})

@@ -37,6 +37,7 @@ _OF_POLICY_LOSS = (
 def algorithm(x: Origin) -> Fields:
     """verl's distillation_loss without the loss of the rewards, which is off in all of its examples."""
     if not distills(x):
+        x.skip("distillation", "distillation is off, so nothing uses it")
         return {}
     if x.get(f"{_LOSS}.use_task_rewards"):
         problem = "a loss of rewards and of a teacher together is not imported"

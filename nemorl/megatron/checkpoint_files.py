@@ -100,12 +100,12 @@ class SavedState:
         if (found := index["format"]) != FORMAT:
             raise UnfitCheckpoint(f"{folder / INDEX} is of format {found}; this version reads {FORMAT}")
         here, there = trained.tensors(), index["tensors"]
-        for name in here.keys() | there.keys():
+        for name in sorted(here.keys() | there.keys()):
             if tuple(there.get(name, ())) != here.get(name, ()):
+                sizes = [list(size) if size else "missing" for size in (there.get(name), here.get(name))]
                 raise UnfitCheckpoint(
-                    f"{folder} is of another model: {name} is {there.get(name)} there, and {here.get(name)} "
-                    "in the model of policy.model_path with policy.lora as it is, and with "
-                    "policy.multi_token_prediction as it is"
+                    f"{folder} is of another model: {name} is {sizes[0]} there and {sizes[1]} here; set "
+                    "policy.model_path, policy.lora and policy.multi_token_prediction as they were"
                 )
         if trained.lora and index["adapter_scale"] != trained.lora.scale:
             raise UnfitCheckpoint(
@@ -229,8 +229,8 @@ def read_draft(
     for name, size in tensors.items():
         if extents.get(name) != size:
             raise UnfitCheckpoint(
-                f"{folder} holds another head for drafts: {name} is {extents.get(name)} there, and {size} "
-                "with policy.draft as it is"
+                f"{folder} holds another head for drafts: {name} is {extents.get(name, 'missing')} there and "
+                f"{size} here; set policy.draft as it was"
             )
     return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in found.items()}
 

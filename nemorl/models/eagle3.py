@@ -23,7 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .eagle3_shape import ARCHITECTURE, LAYERS, LM_HEAD, Eagle3Shape
+from .eagle3_shape import ARCHITECTURE, LAYERS, LM_HEAD, Eagle3Shape, stored_names
 from .hf_config import SINGLE_FILE, BrokenModelFolder, UnsupportedModel, read_json_object
 from .hf_folder import HfFolder
 from .hf_writer import writing_folder
@@ -128,8 +128,7 @@ class Eagle3Head(nn.Module):
 def read_head(folder: Path, shape: Eagle3Shape) -> dict[str, Tensor]:
     """The weights of a folder by name. Without `lm_head` the model's is meant. Raises BrokenModelFolder."""
     stored = HfFolder(folder)
-    # Published folders name the layer in several ways.
-    names = {name.replace("layers.0.", "midlayer.").removeprefix("model."): name for name in stored.names()}
+    names = stored_names(stored.names())
     expected = shape.tensors()
     if missing := expected.keys() - names.keys() - {LM_HEAD}:
         raise BrokenModelFolder(f"{folder} holds no tensor {min(missing)!r} of a head for drafts")

@@ -1,6 +1,7 @@
 """The shape of an EAGLE-3 head and its description in a folder (`nemorl.models.eagle3`). Imports no torch."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -117,6 +118,11 @@ class Eagle3Shape:
         """Weights of one of the tensor-parallel ranks, which divide `lm_head`."""
         sizes = {name: math.prod(extents) for name, extents in self.tensors().items()}
         return sum(sizes.values()) - sizes[LM_HEAD] + -(-sizes[LM_HEAD] // ranks)
+
+
+def stored_names(names: Iterable[str]) -> dict[str, str]:
+    """The names in a folder by those of `tensors`; published folders name the layer in several ways."""
+    return {name.replace("layers.0.", "midlayer.").removeprefix("model."): name for name in names}
 
 
 def is_head(folder: Path) -> bool:

@@ -83,12 +83,21 @@ def draft_elements(experiment: Experiment) -> int:
     try:
         if isinstance(speculation, Eagle3Config):
             return Eagle3Shape.read(speculation.model_path, ANY_LAYERS).num_parameters()
-        if config.draft_model is not None:
-            sizes = hf_tensors(load_shape(config.draft_model.model_path))
-        elif config.drafts_by_mtp:
+        if config.drafts_by_mtp:
             sizes = mtp_tensors(load_shape(experiment.policy.model_path, with_mtp=True))
+        elif (shape := draft_shape(experiment)) is not None:
+            sizes = hf_tensors(shape)
         else:
             return 0
     except (BrokenModelFolder, UnsupportedModel):  # vLLM may know it
         return 0
     return sum(map(math.prod, sizes.values()))
+
+
+def draft_shape(experiment: Experiment) -> ModelShape | None:
+    """The shape of a draft model; None without one, or if it is unknown here."""
+    draft_model = experiment.generation.draft_model
+    try:
+        return None if draft_model is None else load_shape(draft_model.model_path)
+    except (BrokenModelFolder, UnsupportedModel):
+        return None

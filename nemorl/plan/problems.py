@@ -37,7 +37,7 @@ from nemorl.config.trackers import missing_trackers
 from nemorl.errors import Problem, Problems
 from nemorl.models import hf_config
 from nemorl.models.adapters import PEFT_PREFIX, adaptable_projections, adapter_tensors
-from nemorl.models.eagle3_shape import head_shape
+from nemorl.models.eagle3_shape import LM_HEAD, Eagle3Shape, head_shape, stored_names
 from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 from nemorl.models.layout import SCALAR_HEAD, hf_tensors
 from nemorl.models.layout_rules import (
@@ -244,11 +244,14 @@ def _draft_problems(policy: PolicyConfig, shape: ModelShape) -> Problems:
         yield Problem("policy.draft", section.model_dump(mode="json"), fix)
         return
     try:
-        layers = head_shape(shape, section.layers, section.model_path).layers
+        head = head_shape(shape, section.layers, section.model_path)
     except (BrokenModelFolder, UnsupportedModel) as error:
         fix = f"{error}: name another folder, or null"
         yield Problem("policy.draft.model_path", str(section.model_path), fix)
         return
+    if section.model_path is not None:
+        yield from _draft_weight_problems(head, section.model_path)
+    layers = head.layers
     if not 0 <= layers[0] < layers[1] < layers[2] <= shape.num_layers:
         fix = f"name three different numbers from 0 to {shape.num_layers}, the layers of the model"
         yield Problem("policy.draft.layers", list(layers), fix)
@@ -375,26 +378,15 @@ def weight_problems(
     Layers for further tokens are looked at only `with_mtp`.
     """
     field, value = f"{section}.model_path", str(model)
-    if not has_weights(model):
-        fix = f"the folder holds no weights; it requires {hf_config.SINGLE_FILE} or {hf_config.INDEX_FILE}"
-        yield Problem(field, value, fix, is_absent=True)
+    try:
+        here = _stored_tensors(model)
+    except BrokenModelFolder as error:
+        yield Problem(field, value, str(error), is_absent=isinstance(error.__cause__, FileNotFoundError))
         return
-    single = model / hf_config.SINGLE_FILE
     try:
         expected = hf_tensors(load_shape(model, head, with_mtp=with_mtp))
     except (BrokenModelFolder, UnsupportedModel):  # reported elsewhere
         return
-    try:
-        files = hf_config.indexed_files(model)
-        headers = {
-            file: _header(file) for file in dict.fromkeys([single] if files is None else files.values())
-        }
-    except BrokenModelFolder as error:
-        yield Problem(field, value, str(error), is_absent=isinstance(error.__cause__, FileNotFoundError))
-        return
-    if files is None:
-        files = dict.fromkeys(headers[single], single)
-    here = {name: headers[file][name] for name, file in files.items() if name in headers[file]}
     missing = [name for name in expected if name not in here and (trained_head or name != _SCALAR_HEAD)]
     if missing:
         problem = f"{len(missing)} of the model's {len(expected)} tensors are missing, first {missing[0]}"
@@ -414,6 +406,37 @@ def weight_problems(
             problem = f"{name} is of type {tensor['dtype']}, and weights may be {', '.join(dtypes)}"
             yield Problem(field, value, f"{problem}: take the model's unquantised weights")
             break
+
+
+def _draft_weight_problems(shape: Eagle3Shape, folder: Path) -> Problems:
+    """What is wrong with the weights of the head to start from."""
+    field, value = "policy.draft.model_path", str(folder)
+    try:
+        stored = _stored_tensors(folder)
+    except BrokenModelFolder as error:
+        yield Problem(field, value, str(error), is_absent=isinstance(error.__cause__, FileNotFoundError))
+        return
+    extents = {name: stored[there]["shape"] for name, there in stored_names(stored).items()}
+    extents.setdefault(LM_HEAD, list(shape.tensors()[LM_HEAD]))  # without one the policy's is taken
+    for name, expected in shape.tensors().items():
+        if extents.get(name) != list(expected):
+            has = f"has the shape {extents[name]}" if name in extents else "is missing"
+            problem = f"{name} {has}, and config.json says {list(expected)}"
+            yield Problem(field, value, f"{problem}: take a folder where both are of one head")
+            return
+
+
+def _stored_tensors(model: Path) -> dict[str, Mapping[str, Any]]:
+    """The header of each tensor of a folder. Raises `BrokenModelFolder`, from FileNotFoundError for none."""
+    if not has_weights(model):
+        needs = f"{hf_config.SINGLE_FILE} or {hf_config.INDEX_FILE}"
+        raise BrokenModelFolder(f"the folder holds no weights; it requires {needs}") from FileNotFoundError()
+    single = model / hf_config.SINGLE_FILE
+    files = hf_config.indexed_files(model)
+    headers = {file: _header(file) for file in dict.fromkeys([single] if files is None else files.values())}
+    if files is None:
+        files = dict.fromkeys(headers[single], single)
+    return {name: headers[file][name] for name, file in files.items() if name in headers[file]}
 
 
 def _header(path: Path) -> Mapping[str, Mapping[str, Any]]:

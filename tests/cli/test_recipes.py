@@ -142,6 +142,13 @@ class TestQuickstart:
         assert nemorl("quickstart").status == 75
         assert trainer.calls == [("train", 300)]
 
+    def test_a_folder_that_cannot_be_created_is_refused(self, nemorl: Nemorl, trainer: Trainer) -> None:
+        Path("place").write_text("a file", encoding="utf-8")
+        outcome = nemorl("quickstart", "--dir", "place/below")
+        assert outcome.status == 2
+        assert "below cannot be created (Not a directory); give another --dir" in outcome.err
+        assert trainer.calls == []
+
     def run(self, nemorl: Nemorl, trainer: Trainer, tmp_path: Path) -> Outcome:
         """In a folder whose second run finds the model of the first, which the stand-in does not write."""
         model = write_model(tmp_path / "weights")

@@ -133,6 +133,56 @@ def test_values_to_replace_have_a_comment(config: Path, capsys: pytest.CaptureFi
     assert "Values to replace: data/train.jsonl." in shown.err
 
 
+def test_variables_that_a_script_does_not_set_are_values_to_replace(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = config.with_suffix(".sh")
+    words = (
+        "actor_rollout_ref.model.path=$MODEL/a data.train_files=$HOME/b.parquet data.val_files=c.parquet "
+        "trainer.default_local_dir=${ROOT}/d trainer.total_training_steps=5"
+    )
+    script.write_text(f"python3 -m verl.trainer.main_ppo {words}\n", encoding="utf-8")
+    assert main(["import", str(script), "--from", "verl"]) == 0
+    shown = capsys.readouterr()
+    lines = [line.strip() for line in shown.out.splitlines()]
+    assert "run_dir: $ROOT/d  # nothing sets $ROOT; write the value" in lines
+    assert "model_path: $MODEL/a  # nothing sets $MODEL; write the value" in lines
+    assert "path: b.parquet" in lines
+    assert "Values to replace: $ROOT/d, $MODEL/a." in shown.err
+
+
+def test_defaults_in_a_complete_config_of_verl_are_known_and_do_nothing() -> None:
+    """Hydra's config.yaml of a run has every key, those of distillation that is off included."""
+    teacher = "distillation.teacher_models.teacher_model"
+    defaults: dict[str, Any] = {
+        **{f"sandbox_fusion.{name}": None for name in ("url", "max_concurrent", "memory_limit_mb")},
+        **{f"skip.{name}.enable": False for name in ("rollout", "rollout_tq", "async_rollout")},
+        "skip.rollout.dump_dir": "~/.verl/rollout_dump",
+        "skip.rollout.steps": [],
+        "distillation.enabled": False,
+        "distillation.teacher_key": "data_source",
+        "distillation.distillation_loss.loss_mode": "k3",
+        f"{teacher}.model_path": None,
+        f"{teacher}.inference.tensor_model_parallel_size": 2,
+    }
+    given = {"actor_rollout_ref.model.path": "org/model", "trainer.total_training_steps": 5}
+    rows = {row.key: row for row in import_values(PROJECTS["verl"], defaults | given, compares=True).rows}
+    for key in defaults:
+        assert (rows[key].outcome, rows[key].fields, rows[key].changes_result) == ("none", (), False), key
+    stored = import_values(PROJECTS["verl"], given | {"skip.rollout.enable": True})
+    (row,) = [row for row in stored.rows if row.key == "skip.rollout.enable"]
+    assert row.changes_result
+
+
+def test_a_run_folder_of_verl_in_the_home_folder_is_one_in_the_current_folder(config: Path) -> None:
+    values = {
+        "actor_rollout_ref.model.path": "org/model",
+        "trainer.default_local_dir": "$HOME/checkpoints/mine",
+        "trainer.total_training_steps": 5,
+    }
+    assert import_values(PROJECTS["verl"], values).tree["run_dir"] == "checkpoints/mine"
+
+
 def test_trl_without_vllm_samples_in_its_processes(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config.write_text(TRL.replace("use_vllm: true\n", ""), encoding="utf-8")
     assert main(["import", str(config), "--from", "trl", "--json"]) == 0
@@ -311,6 +361,30 @@ def test_what_is_no_yaml_has_its_line(config: Path) -> None:
         assert error_of(config, text, "--from", "nemo-rl").startswith(problem)
 
 
+def test_a_file_without_sections_is_no_config(config: Path) -> None:
+    for text, what in {"3\n": "a single value", "- a\n": "a list"}.items():
+        error = error_of(config, text, "--from", "nemo-rl")
+        assert error.strip() == (
+            f"{config}: there is {what} at the top level; name a config, which has sections there"
+        )
+
+
+@pytest.mark.parametrize("names", [7, {"a": "b"}, ["base.yaml", None], True])
+def test_defaults_are_paths(config: Path, names: object) -> None:
+    (config.parent / "base.yaml").write_text("grpo: {a: 1}\n", encoding="utf-8")
+    error = error_of(config, yaml.safe_dump({"defaults": names}), "--from", "nemo-rl")
+    assert error.strip() == (f"{config}: defaults = {names}: expected a path or a list of paths; correct it")
+
+
+def test_a_list_does_not_replace_an_inherited_section(config: Path) -> None:
+    (config.parent / "base.yaml").write_text("grpo: {a: {b: 1}, c: [{d: 1}]}\n", encoding="utf-8")
+    error = error_of(config, "defaults: base.yaml\ngrpo: {a: [3], c: {d: 2}}\n", "--from", "nemo-rl")
+    assert error.splitlines()[1:] == [
+        "  grpo.a = [3]: the inherited file has a section there; give a section",
+        "  grpo.c = {'d': 2}: the inherited file has a list there; give a list",
+    ]
+
+
 def test_references_without_a_value_are_listed_in_our_words(config: Path) -> None:
     text = "grpo: {a: '${policy.nam}', b: '${env:X}', c: '${div:1,0}', d: '${mul:${z},2}', e: '${grpo.e}'}\n"
     assert error_of(config, text, "--from", "nemo-rl").splitlines() == [
@@ -360,6 +434,59 @@ def test_what_follows_from_a_wrong_value_is_not_listed(config: Path) -> None:
     assert (
         error.strip() == f"{config}: grpo.num_prompts_per_step = many: expected an integer; correct the value"
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("policy.optimizer.kwargs.betas", [0.9], "expected a value of the type that the key has there"),
+        ("policy.scheduler", [{"name": 3}], "expected a value of the type that the key has there"),
+        ("policy.train_global_batch_size", 0, "expected at least 1"),
+    ],
+)
+def test_a_value_at_which_a_rule_fails_is_named_with_its_own_key(
+    config: Path, key: str, value: object, problem: str
+) -> None:
+    """And not with all keys of the rule: the recipe's optimizer is one of torch's, which others are near."""
+    recipe = flat(recipes("nemo-rl")["grpo_math_1B.yaml"] | {key: value})
+    error = error_of(config, recipe, "--from", "nemo-rl")
+    assert error.startswith(f"{config}: {key} = {value}: {problem}")
+    assert len(error.splitlines()) == 1
+
+
+def test_all_values_at_which_a_rule_fails_are_named(config: Path) -> None:
+    changed: dict[str, object] = {"policy.optimizer.kwargs.betas": [0.9], "policy.scheduler": [{"name": 3}]}
+    error = error_of(config, flat(recipes("nemo-rl")["grpo_math_1B.yaml"] | changed), "--from", "nemo-rl")
+    for key, value in changed.items():
+        assert f"{key} = {value}" in error
+    assert "megatron" not in error
+
+
+def test_a_value_in_place_of_a_section_is_an_error(config: Path) -> None:
+    """Its keys would have their defaults: here Adam's learning rate."""
+    recipe = {
+        key: value
+        for key, value in recipes("nemo-rl")["grpo_math_1B.yaml"].items()
+        if not key.startswith(("policy.optimizer.", "cluster."))
+    }
+    error = error_of(config, flat(recipe | {"policy.optimizer": 7, "cluster": "none"}), "--from", "nemo-rl")
+    assert set(error.splitlines()[1:]) == {
+        "  policy.optimizer = 7: expected a section; correct it, or leave it out",
+        "  cluster = none: expected a section; correct it, or leave it out",
+    }
+
+
+def test_an_item_of_a_list_is_named_with_the_key_of_the_list(config: Path) -> None:
+    """And not with others of its rule that have the same value, such as an engine's parallel sizes."""
+    recipe = flat(recipes("nemo-rl")["grpo_math_1B.yaml"] | {"policy.generation.stop_strings": [1]})
+    error = error_of(config, recipe, "--from", "nemo-rl")
+    assert "generation.stop_strings.0 = 1  (from policy.generation.stop_strings)" in error
+
+
+def test_a_filter_of_no_distribution_is_refused(config: Path) -> None:
+    recipe = flat(recipes("nemo-rl")["grpo_math_1B.yaml"] | {"policy.generation.top_p": 3.0})
+    error = error_of(config, recipe, "--from", "nemo-rl")
+    assert "generation.sampling.top_p = 3.0  (from policy.generation.top_p)" in error
 
 
 def test_a_value_that_is_no_number_is_named_with_its_own_key(config: Path) -> None:
@@ -415,19 +542,31 @@ def test_a_folder_that_cannot_be_written_is_named(
 
 @pytest.mark.parametrize("recipe", ["grpo_math_1B.yaml", "recipes/llm/dapo-qwen2.5-7b.v2.yaml"])
 def test_the_overrides_of_the_page_make_an_imported_recipe_run_here(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    recipe: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     page = (Path(__file__).parents[2] / "docs/moving_in.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^nemorl train experiment\.yaml (.*?)^```", page, re.DOTALL | re.MULTILINE)
     sizes = re.sub(r"(\S*){(\w+(?:,\w+)+)}(\S*)", each_of_braces, command.replace("\\\n", " "))
-    out = imported_recipe(tmp_path, recipe)
+    prompts = tmp_path / "examples" / "prompts"
+    prompts.mkdir(parents=True)
+    (prompts / "cot.txt").write_text("Think step by step.\n{}\n", encoding="utf-8")
+    out = imported_recipe(tmp_path, recipe, **{"data.default.prompt_file": "examples/prompts/cot.txt"})
+    assert "Think" in load_experiment(out).data.prompt_template
     reward = "def digits(completions, **columns):\n    return [float(len(text)) for text in completions]\n"
     (tmp_path / "my_rewards.py").write_text(reward, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     request.addfinalizer(lambda: sys.modules.pop("my_rewards", None))  # other tests have one of that name
     assert main(["models", "create", "arithmetic", "models/arithmetic"]) == 0
+    capsys.readouterr()
     assert main(["train", str(out), *shlex.split(sizes), "--dry-run"]) == 0
+    data = yaml.safe_load(capsys.readouterr().out)["data"]
+    # The tiny model's tokens are digits: it cannot encode the words of a recipe's prompt.
+    assert (data["prompt_template"], data.get("system_prompt")) == ("{prompt}", None)
 
 
 def each_of_braces(match: re.Match[str]) -> str:

@@ -312,7 +312,9 @@ def test_exports_and_checkpoints_of_another_kind_are_refused(saved, tmp_path):
         export_adapter(folder, tmp_path / "adapter", without)
     shape = load_shape(config.model_path)
     for lora in (None, ALL):
-        with pytest.raises(UnfitCheckpoint, match=r"with policy.lora as it is"):
+        with pytest.raises(
+            UnfitCheckpoint, match=r"is of another model: .* here; set policy.model_path, policy.lora"
+        ):
             SavedState(folder, TrainedWeights(shape, lora))
     stronger = SOME.model_copy(update={"alpha": 6})
     with pytest.raises(UnfitCheckpoint, match=r"alpha / rank = 1; policy.lora says 2: set policy.lora.alpha"):

@@ -2,11 +2,15 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from nemorl.errors import ConfigError, Problem
+from nemorl.models.eagle3 import write_head
 from nemorl.models.eagle3_shape import Eagle3Shape
 from nemorl.models.registry import load_shape
 from nemorl.plan.memory import stage_memory
@@ -60,6 +64,51 @@ def test_a_folder_that_is_no_head_is_refused(configure: Configure, tmp_path: Pat
     (problem,) = found(configure, f"policy.draft={{model_path: {other}}}")
     assert (problem.field, problem.value) == ("policy.draft.model_path", str(other))
     assert "a head for drafts is a LlamaForCausalLMEagle3: name another folder, or null" in problem.fix
+
+
+def written_head(model: Path, folder: Path) -> Path:
+    """The folder of a head of zeros of the model."""
+    shape = Eagle3Shape.of(load_shape(model))
+    write_head(folder, shape, {name: torch.zeros(size) for name, size in shape.tensors().items()}, model)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:-100]), "model.safetensors is truncated ("),
+        (lambda file: file.write_bytes(b""), "model.safetensors is not a safetensors file"),
+        (lambda file: file.unlink(), "the folder holds no weights; it requires model.safetensors or"),
+        (
+            lambda file: save_file(load_file(file) | {"fc.weight": torch.zeros(3, 5)}, file),
+            "fc.weight has the shape [3, 5], and config.json says [",
+        ),
+        (
+            lambda file: save_file({"norm.weight": load_file(file)["norm.weight"]}, file),
+            "fc.weight is missing, and config.json says [",
+        ),
+    ],
+)
+def test_a_head_with_incomplete_weights_is_refused(
+    configure: Configure, model: Path, tmp_path: Path, harm: Callable[[Path], object], reason: str
+) -> None:
+    head = written_head(model, tmp_path / "head")
+    on = f"policy.draft={{model_path: {head}}}"
+    assert found(configure, on) == []
+    harm(head / "model.safetensors")
+    (problem,) = found(configure, on)
+    assert (problem.field, problem.value) == ("policy.draft.model_path", str(head))
+    assert reason in problem.fix
+
+
+def test_a_head_without_an_output_matrix_has_the_policys(
+    configure: Configure, model: Path, tmp_path: Path
+) -> None:
+    file = written_head(model, tmp_path / "head") / "model.safetensors"
+    weights = load_file(file)
+    del weights["lm_head.weight"]
+    save_file(weights, file)
+    assert found(configure, f"policy.draft={{model_path: {file.parent}}}") == []
 
 
 def test_the_memory_of_a_last_stage_has_the_head(configure: Configure, model: Path) -> None:

@@ -16,9 +16,10 @@ from nemorl.models.eagle3 import write_head
 from nemorl.models.eagle3_shape import Eagle3Shape
 from nemorl.models.layout import hf_tensors, mtp_tensors
 from nemorl.models.registry import load_shape
-from nemorl.plan.problems import file_problems
+from nemorl.plan.problems import file_problems, plan_run
 from tests.plan.conftest import Configure
 from tests.plan.models import with_layers, write_model, write_weights
+from tests.plan.test_recompute import machine
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2}
 VLLM = ("generation.backend=vllm", "cluster.gpus_per_node=8")
@@ -67,6 +68,20 @@ def test_draft_models_that_cannot_draft_are_refused(
         (problem,) = torch_problems(configure, of_model(folder))
         assert (problem.field, problem.value) == ("generation.speculation.model_path", str(folder))
         assert fix in problem.fix
+
+
+@pytest.mark.parametrize("fields", [None, "{", '{"architectures": ["Unheard"], "vocab_size": 1000}'])
+def test_a_draft_model_that_cannot_be_read_is_a_problem_of_the_plan(
+    configure: Configure, tmp_path: Path, fields: str | None
+) -> None:
+    """The plan counts its memory, too, which is unknown then."""
+    folder = tmp_path / "draft"
+    if fields is not None:
+        folder.mkdir()
+        (folder / "config.json").write_text(fields, encoding="utf-8")
+    found = plan_run(configure(of_model(folder)), machine(10**12)).problems
+    assert {problem.field for problem in found} == {"generation.speculation.model_path"}
+    assert {problem.value for problem in found} == {str(folder)}
 
 
 def test_mtp_requires_layers_of_the_model(configure: Configure, model: Path) -> None:

@@ -8,7 +8,7 @@ from nemorl.errors import Problem
 from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
-from nemorl.plan.drafts import draft_elements, draft_problems, names_mtp_layers
+from nemorl.plan.drafts import draft_elements, draft_problems, draft_shape, names_mtp_layers
 from nemorl.plan.memory import GENERATION_RUNTIME, ITEM_SIZE, ProcessMemory, sampling_bytes
 
 
@@ -74,8 +74,8 @@ def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMe
         weights, drafts = weights + drafts, 0  # received or not, each has a place in the staged weights
         of_layer = _kv_elements(shape) // shape.num_layers
         kv_cache += (of_layer + shape.hidden_size) * cached * item
-    if config.draft_model is not None:
-        kv_cache += _kv_elements(load_shape(config.draft_model.model_path)) * cached * item
+    if (draft := draft_shape(experiment)) is not None:
+        kv_cache += _kv_elements(draft) * cached * item
     return ProcessMemory(
         "generation",
         config.replicas,
