@@ -22,7 +22,7 @@ from .auxiliary import (
     used_models,
 )
 from .base import check, check_of_training, counted, did_you_mean, problems_in, run_checks, suggestion
-from .data import DataConfig, PreferenceDataset, TaskRows, TasksDataset
+from .data import DataConfig, PreferenceDataset, TaskRows, TasksDataset, TextsDataset
 from .environment import (
     ByTaskEnvConfig,
     CalculatorEnvConfig,
@@ -244,6 +244,15 @@ def environment_fits_the_tasks(env: EnvConfig, data: DataConfig, algorithm: Algo
         if env.dataset is not None and dataset.name != env.dataset:
             fix = f"the environment `{env.name}` supports `{env.dataset}` datasets only; change one"
             yield Problem(f"{path}.name", dataset.name, fix)
+
+
+@check
+def texts_are_not_sampled(data: DataConfig, algorithm: AlgorithmConfig) -> Problems:
+    for path, dataset in acted_on(data, algorithm) if algorithm.generates else ():
+        if isinstance(dataset, TextsDataset):
+            fix = "texts have no prompts that could be sampled; use `tasks`"
+            other = "" if algorithm.online else ", or set algorithm.validation.generate to false"
+            yield Problem(f"{path}.name", dataset.name, f"{fix}{other}")
 
 
 @check
