@@ -365,7 +365,12 @@ def flags_are_known(algorithm: AlgorithmConfig, env: EnvConfig) -> Problems:
 
 @check
 def named_metrics_are_measured(
-    algorithm: AlgorithmConfig, env: EnvConfig, rewards: Rewards, data: DataConfig, sections: Sections
+    algorithm: AlgorithmConfig,
+    env: EnvConfig,
+    rewards: Rewards,
+    data: DataConfig,
+    teachers: Teachers,
+    sections: Sections,
 ) -> Problems:
     """The metrics of the best checkpoint and of the early stop."""
     checkpointing, named = sections.get("checkpointing"), {}
@@ -373,14 +378,14 @@ def named_metrics_are_measured(
         named["checkpointing.metric"] = checkpointing.metric
     if algorithm.early_stop is not None:
         named["algorithm.early_stop.metric"] = algorithm.early_stop.metric
-    known = sorted(metric_names(algorithm, env, rewards, data))
+    known = sorted(metric_names(algorithm, env, rewards, data, teachers))
     for field, metric in named.items():
         if metric is None:
             continue
         if metric.startswith("validation/") and algorithm.validation.period is None:
             scheduled = algorithm.validation.model_copy(update={"period": 1})
             possible = algorithm.model_copy(update={"validation": scheduled})
-            near = did_you_mean(metric, sorted(metric_names(possible, env, rewards)))
+            near = did_you_mean(metric, sorted(metric_names(possible, env, rewards, teachers=teachers)))
             near = "" if f"`{metric}`" in near else near
             fix = f"{near}only validation measures it; set algorithm.validation.period"
             yield Problem(field, metric, fix)
