@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemorl.algorithms.offline import load_offline_data
+from nemorl.config.algorithm import AlignedDistillationConfig, SftConfig
 from nemorl.config.data import DataConfig, TextsDataset
+from nemorl.config.load import load_experiment
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.aligned import Vocabulary, align
 from nemorl.data.datasets import DatasetError, Text, joined, load_dialogues, load_tasks, row_errors
@@ -167,3 +170,45 @@ def test_wrong_rows_are_named(tmp_path: Path) -> None:
     (tmp_path / "broken.arrow").write_bytes(b"ARROW1")
     with pytest.raises(DatasetError, match=r"cannot read the dataset .*broken\.arrow"):
         texts_of(path=tmp_path / "broken.arrow")
+
+
+EXPERIMENT = """\
+run_dir: {folder}/run
+policy: {{model_path: {policy}, precision: float32, max_sequence_length: 5, micro_batch_tokens: 64}}
+data:
+  train: {{name: texts, path: {texts}, truncate: true, end_token: false}}
+  chat: false
+algorithm: {{name: {algorithm}, num_steps: 1, batch_size: 1}}
+"""
+TEACHER = "teachers: {{main: {{model_path: {teacher}}}}}\n"
+
+
+def test_texts_are_encoded_once_by_each_tokenizer(
+    tokenizers: tuple[Tokenizer, Tokenizer], tmp_path: Path
+) -> None:
+    """Whatever is trained on of conversations, all of a text is; each side is cut to 5 tokens."""
+    texts, file = tmp_path / "texts.txt", tmp_path / "experiment.yaml"
+    texts.write_text("ab ab 12 ab\n1\n", encoding="utf-8")
+    values = {"folder": tmp_path, "policy": tokenizers[0].name, "teacher": tokenizers[1].name, "texts": texts}
+    file.write_text(EXPERIMENT.format(**values, algorithm="sft"))
+    experiment = load_experiment(file)
+    assert isinstance(experiment.algorithm, SftConfig)
+    units = load_offline_data(experiment, experiment.algorithm).units
+    tokens = tokenizers[0].encode("ab ab 12 ab")
+    assert [unit.examples[0].tokens.tolist() for unit in units] == [tokens[:5], tokenizers[0].encode("1")]
+    assert [unit.examples[0].num_trained for unit in units] == [4, 0]
+
+    file.write_text(EXPERIMENT.format(**values, algorithm="aligned_distillation") + TEACHER.format(**values))
+    experiment = load_experiment(file)
+    assert isinstance(experiment.algorithm, AlignedDistillationConfig)
+    assert experiment.algorithm.train_on == "completion"
+    (first, second) = load_offline_data(experiment, experiment.algorithm).units
+    assert first.examples[0].tokens.tolist() == tokens[:5]
+    assert first.read[0].tokens.tolist() == tokenizers[1].encode("ab ab 12 ab")[:5]
+    mine, other = (
+        spans(one, of) for one, of in zip((first.examples[0], first.read[0]), tokenizers, strict=True)
+    )
+    assert mine == other
+    assert b"".join(mine) == b" ab 12"  # 5 tokens of either: ab| a|b| |12 and ab| ab| |1|2
+    assert second.examples[0].chunks is not None
+    assert second.examples[0].chunks.tolist() == [-1]  # nothing predicts it
