@@ -6,7 +6,8 @@
 A text is a sequence for each teacher. They are one unit, so they share a micro-batch and the work for it.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -16,11 +17,12 @@ import torch
 from torch import Tensor
 
 from nemorl.config.algorithm import AlignedDistillationConfig
-from nemorl.config.algorithm.aligned import CommonKlLossConfig
+from nemorl.config.algorithm.aligned import AverageConfig, CommonKlLossConfig, SelectConfig, TrustConfig
 from nemorl.data.aligned import Projection
 from nemorl.data.examples import PLACEHOLDER
 from nemorl.data.losses import LossOutput
 from nemorl.data.packed import PackedBatch, chunk_means
+from nemorl.errors import RunError
 
 from .distillation import forward_kl
 from .objective import loss_output
@@ -37,14 +39,31 @@ class AlignedTeacher:
 
     weight: float
     projection: Path
+    name: str = "main"
+    scale: float = (
+        1.0  # logarithm of the size of its vocabulary over that of the smallest one, where it counts
+    )
 
 
 def aligned_teachers(
     config: AlignedDistillationConfig, projections: Mapping[str, Path]
 ) -> tuple[AlignedTeacher, ...]:
-    """The teachers in the order of their numbers, from the files of their projections by name."""
+    """The teachers in the order of their numbers, from the files of their projections by name.
+
+    Raises RunError where a mean of logits would be of teachers with other tokens.
+    """
+    combination, scales = config.combination, dict.fromkeys(projections, 1.0)
+    if isinstance(combination, AverageConfig):
+        others = [name for name, path in projections.items() if not Projection.load(path).is_identity]
+        if others:
+            problem = f"teachers.{others[0]} has other tokens than the policy, so logits have no mean"
+            raise RunError(f"algorithm.combination.name = average: {problem}; use `sum`, `trust` or `select`")
+    elif getattr(combination, "scale_by_vocabulary", False):
+        logs = {name: math.log(Projection.load(path).teacher_size) for name, path in projections.items()}
+        scales = {name: log / min(logs.values()) for name, log in logs.items()}
     return tuple(
-        AlignedTeacher(config.teacher_weights.get(name, 1.0), path) for name, path in projections.items()
+        AlignedTeacher(config.teacher_weights.get(name, 1.0), path, name, scales[name])
+        for name, path in projections.items()
     )
 
 
@@ -168,6 +187,16 @@ def columns_of(path: Path, likeliest: bool, device: torch.device) -> Columns:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """Tokens [start, end) of a batch: a text that is compared with one teacher."""
+
+    start: int
+    end: int
+    teacher: int
+    ends: Tensor  # places of the last tokens of its chunks
+
+
+@dataclass(frozen=True)
 class AlignedLoss:
     """The mixture of cross entropy and of the divergences from all teachers, of aligned examples."""
 
@@ -179,10 +208,22 @@ class AlignedLoss:
     def prepared(
         self, batch: PackedBatch, over_ranks: Callable[[Tensor], Tensor], step: PackedBatch
     ) -> "AlignedLoss":
-        """Count the chunks of the optimizer step, whose mean the divergence is."""
-        assert batch.teachers is not None, "the batch is of aligned examples"
-        counts = torch.bincount(batch.teachers[batch.chunk_ends()], minlength=len(self.teachers))
-        total = over_ranks(counts.double()).view(-1, len(self.teachers)).sum(0)
+        """Count the chunks of the optimizer step, whose mean the divergence is.
+
+        Where a text has one divergence, its chunks count, whichever teacher it is from.
+        """
+        counts, combination = [0] * len(self.teachers), self.config.combination
+        for readings in self._readings(batch).values():
+            weighted = zip(readings, self._weights(batch, readings), strict=True)
+            if isinstance(combination, AverageConfig):
+                counts[0] += len(_places_of_all([reading for reading, weight in weighted if weight]))
+                continue
+            for reading, weight in weighted:
+                if weight or not isinstance(combination, SelectConfig):
+                    counts[reading.teacher] += len(reading.ends)
+        total = over_ranks(torch.tensor(counts, dtype=torch.float64)).view(-1, len(counts)).sum(0)
+        if isinstance(combination, AverageConfig | SelectConfig):
+            total = total.sum().expand(len(counts))
         return replace(self, num_chunks=tuple(total.tolist()))
 
     def candidates(self, batch: PackedBatch) -> Tensor:
@@ -195,32 +236,65 @@ class AlignedLoss:
         likeliest = isinstance(loss, CommonKlLossConfig) and loss.common == "likeliest"
         return columns_of(self.teachers[teacher].projection, likeliest, device)
 
+    def _readings(self, batch: PackedBatch) -> dict[int, list[Reading]]:
+        """The sequences of each text that have chunks, by the number of its unit."""
+        assert batch.units is not None, "the sequences of a text are one unit"
+        assert batch.teachers is not None, "the batch is of aligned examples"
+        found: dict[int, list[Reading]] = {}
+        ends = batch.chunk_ends()
+        for start, end in pairwise(batch.cu_seqlens.tolist()):
+            own = ends[(ends >= start) & (ends < end)]
+            if len(own):
+                reading = Reading(start, end, int(batch.teachers[start]), own)
+                found.setdefault(int(batch.units[start]), []).append(reading)
+        return found
+
+    def _weights(self, batch: PackedBatch, readings: Sequence[Reading]) -> list[float]:
+        """What the divergences of one text count, all of which have chunks."""
+        combination, teachers = self.config.combination, [self.teachers[one.teacher] for one in readings]
+        if isinstance(combination, AverageConfig):
+            total = sum(teacher.weight for teacher in teachers) or 1.0
+            return [teacher.weight / total for teacher in teachers]
+        if combination.measured is None:
+            return [teacher.weight * teacher.scale for teacher in teachers]
+        assert batch.teacher_scores is not None, "the combination requires scores of teachers"
+        scores = [float(batch.teacher_scores[one.ends[0]]) for one in readings]
+        if isinstance(combination, TrustConfig):
+            sharp = [
+                combination.sharpness * s * teacher.scale for s, teacher in zip(scores, teachers, strict=True)
+            ]
+            powers = [math.exp(one - max(sharp)) for one in sharp]
+            return [p / sum(powers) * teacher.scale for p, teacher in zip(powers, teachers, strict=True)]
+        best = scores.index(max(scores))
+        return [float(place == best) for place in range(len(scores))]
+
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
         """`logprobs` [N, 1 + V]: of the token itself, and of all."""
         assert batch.units is not None, "the sequences of a text are one unit"
-        assert batch.teachers is not None, "the batch is of aligned examples"
         assert entropy is not None, "the loss requires the entropy"
-        config, mask = self.config, batch.loss_mask
+        config, mask, numbers = self.config, batch.loss_mask, batch.chunk_numbers()
         texts, text_of_token = batch.units.unique(return_inverse=True)
         entropies = -(batch.weights * logprobs[:, 0])
         cross_entropy = logprobs.new_zeros(len(texts)).index_add(0, text_of_token, entropies)
         divergence = torch.zeros_like(cross_entropy)
         names = sorted(name.removeprefix("distillation/") for name in config.loss.metrics)
         sums = {f"{of}/{name}": logprobs.new_zeros(()) for name in names for of in ("distillation", "chunks")}
-        matches, numbers, ends = logprobs.new_zeros(()), batch.chunk_numbers(), batch.chunk_ends()
-        for start, end in pairwise(batch.cu_seqlens.tolist()):
-            if not bool((numbers[start:end] >= 0).any()):
-                continue
-            own_ends = ends[(ends >= start) & (ends < end)]
-            compared = self._compared(batch, logprobs[start:end, 1:], numbers[start:end], own_ends)
-            teacher = int(batch.teachers[start])
-            scale = self.teachers[teacher].weight / self.num_chunks[teacher] * config.loss.temperature**2
-            term = scale * compared.divergence.sum()
-            divergence = divergence.index_add(0, text_of_token[start : start + 1], term.unsqueeze(0))
-            matches += compared.matches.sum()
-            for name, part in compared.parts.items():
-                sums[f"distillation/{name}"] += part.detach().sum()
-                sums[f"chunks/{name}"] += len(part)
+        sums |= self._of_teachers(batch, numbers)
+        matches = logprobs.new_zeros(())
+        for readings in self._readings(batch).values():
+            place = text_of_token[readings[0].start : readings[0].start + 1]
+            for teacher, weight, compared in self._terms(batch, logprobs[:, 1:], numbers, readings):
+                scale = weight / self.num_chunks[teacher] * config.loss.temperature**2
+                term = scale * compared.divergence.sum()
+                divergence = divergence.index_add(0, place, term.unsqueeze(0))
+                matches += compared.matches.sum()
+                for name, part in compared.parts.items():
+                    sums[f"distillation/{name}"] += part.detach().sum()
+                    sums[f"chunks/{name}"] += len(part)
+                if len(self.teachers) > 1 and not isinstance(config.combination, AverageConfig):
+                    name = self.teachers[teacher].name
+                    sums[f"teachers/{name}/divergence"] += compared.divergence.detach().sum()
+                    sums[f"chunks/teachers/{name}"] += len(compared.divergence)
         if config.match_sft:
             sizes = divergence.detach().abs()
             scales = torch.where(sizes > 0, cross_entropy.detach().abs() / sizes, 1.0)
@@ -238,6 +312,68 @@ class AlignedLoss:
             "tokens": mask.sum(),
         }
         return loss_output(loss, sums)
+
+    def _of_teachers(self, batch: PackedBatch, numbers: Tensor) -> dict[str, Tensor]:
+        """Sums of the metrics of each of several teachers, but for the divergences, which are 0."""
+        if len(self.teachers) == 1:
+            return {}
+        assert batch.teachers is not None, "the batch is of aligned examples"
+        zero, sums = batch.weights.new_zeros(()), dict[str, Tensor]()
+        for number, teacher in enumerate(self.teachers):
+            own = batch.loss_mask & (batch.teachers == number)
+            sums[f"tokens/teachers/{teacher.name}"] = own.sum()
+            sums[f"teachers/{teacher.name}/aligned"] = (own & (numbers >= 0)).sum()
+            for name in (f"teachers/{teacher.name}/divergence", f"chunks/teachers/{teacher.name}"):
+                sums[name] = zero.clone()
+            for name in (f"teachers/{teacher.name}/weight", f"texts/teachers/{teacher.name}"):
+                sums[name] = zero.clone()
+        for readings in self._readings(batch).values():
+            for reading, weight in zip(readings, self._weights(batch, readings), strict=True):
+                name = self.teachers[reading.teacher].name
+                sums[f"teachers/{name}/weight"] += weight
+                sums[f"texts/teachers/{name}"] += 1
+        return sums
+
+    def _terms(
+        self, batch: PackedBatch, logprobs: Tensor, numbers: Tensor, readings: Sequence[Reading]
+    ) -> Iterator[tuple[int, float, Divergences]]:
+        """The divergences of one text from teachers, by number, with their weights; `logprobs` [N, V]."""
+        combination = self.config.combination
+        weighted = zip(readings, self._weights(batch, readings), strict=True)
+        if isinstance(combination, AverageConfig):
+            held = [(reading, weight) for reading, weight in weighted if weight]
+            if len(_places_of_all([reading for reading, _ in held])):
+                yield 0, 1.0, self._averaged(batch, logprobs, held)
+            return
+        for reading, weight in weighted:
+            if weight or not isinstance(combination, SelectConfig):
+                own = slice(reading.start, reading.end)
+                compared = self._compared(batch, logprobs[own], numbers[own], reading.ends)
+                yield reading.teacher, weight, compared
+
+    def _averaged(
+        self, batch: PackedBatch, logprobs: Tensor, weighted: Sequence[tuple[Reading, float]]
+    ) -> Divergences:
+        """KL from the mean of the teachers' logits, over tokens that all compare; each chunk is a token."""
+        assert batch.top_ids is not None, "the loss requires the teacher's tokens"
+        assert batch.top_logprobs is not None, "the loss requires the teacher's logprobs"
+        loss, readings = self.config.loss, [reading for reading, _ in weighted]
+        places, of_each = _places_of_all(readings), []
+        for one in readings:
+            ids = batch.top_ids[one.ends[0]].long()
+            of_each.append(ids[ids >= 0])  # ascending
+        common = of_each[0]
+        for ids in of_each[1:]:
+            common = common[torch.isin(common, ids)]
+        logits = logprobs.new_zeros(len(places), len(common))
+        for (one, weight), ids in zip(weighted, of_each, strict=True):
+            columns = torch.searchsorted(ids, common)
+            logits += weight * batch.top_logprobs[one.start + places][:, columns]
+        teacher = logits.log_softmax(-1)
+        policy = (logprobs[readings[0].start + places][:, common] / loss.temperature).log_softmax(-1)
+        kl = forward_kl(policy, teacher) if loss.reverse else forward_kl(teacher, policy)
+        matches = policy.argmax(-1) == teacher.argmax(-1) if len(common) else kl != kl
+        return Divergences(kl, {"projected_kl": kl}, matches)
 
     def _compared(self, batch: PackedBatch, logprobs: Tensor, own: Tensor, ends: Tensor) -> Divergences:
         """The chunks of a sequence, of the policy's logprobs [T, V].
@@ -264,13 +400,32 @@ class AlignedLoss:
         return projected_kl(teacher, means, columns.of(ids, logprobs.dtype), reverse=loss.reverse)
 
 
+def _places_of_all(readings: Sequence[Reading]) -> Tensor:
+    """[m] places in the text, counted from its beginning, at which all of these have the end of a chunk."""
+    if not readings:
+        return torch.empty(0, dtype=torch.int64)
+    places = readings[0].ends - readings[0].start
+    for one in readings[1:]:
+        places = places[torch.isin(places, one.ends - one.start)]
+    return places
+
+
 def aligned_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-    """Losses as they are, divergences as means over the chunks that have them, the rest over tokens."""
+    """Losses as they are, divergences as means over the chunks that have them, the rest over tokens.
+
+    Of several teachers the mean weight over texts, and divergence and share of aligned tokens of each.
+    """
     chunks = {name.removeprefix("chunks/"): n for name, n in sums.items() if name.startswith("chunks/")}
+    teachers = [name.removeprefix("texts/") for name in sums if name.startswith("texts/")]
     metrics = {name: value for name, value in sums.items() if name.startswith("loss/")}
-    metrics |= {f"distillation/{name}": sums[f"distillation/{name}"] / n for name, n in chunks.items() if n}
+    of_loss = {name: n for name, n in chunks.items() if n and name not in teachers}
+    metrics |= {f"distillation/{name}": sums[f"distillation/{name}"] / n for name, n in of_loss.items()}
     num_chunks = sum(n for name, n in chunks.items() if name in ("projected_kl", "common_kl"))
     metrics["distillation/match"] = sums["distillation/match"] / max(num_chunks, 1.0)
     for name in ("entropy", "distillation/aligned"):
         metrics[name] = sums[name] / max(sums["tokens"], 1.0)
+    for name in teachers:
+        for kind, of in (("divergence", "chunks"), ("weight", "texts"), ("aligned", "tokens")):
+            if count := sums[f"{of}/{name}"]:
+                metrics[f"{name}/{kind}"] = sums[f"{name}/{kind}"] / count
     return {**metrics, **maxima}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemorl.config.algorithm.aligned import TeacherScore
 from nemorl.config.auxiliary import (
     EndpointTeacherConfig,
     TeacherConfig,
@@ -55,6 +56,7 @@ class Teachers:
     multiples: Mapping[str, int]  # of those in processes: of sequences into which a batch of theirs is laid
     top_k: int | None  # number of likeliest tokens; None: the logprob of each token of the sequence
     scaled: bool = False  # probabilities of the likeliest tokens of aligned examples, to sum to 1
+    score: TeacherScore | None = None  # what teachers of aligned examples say of themselves
 
     async def fill(self, places: Sequence[SequencePlace], teachers: Sequence[str], kind: BatchKind) -> None:
         """Fill the batch that the policy has loaded with the results of each sequence's teacher."""
@@ -80,7 +82,9 @@ class Teachers:
         """Fields of a teacher's batch, and what they are to the policy."""
         if self.top_k is None:
             return {"old_logprobs": "reference_logprobs"}
-        return {"top_ids": "top_ids", "top_logprobs": "top_logprobs"}
+        names: list[Field] = ["top_ids", "top_logprobs"]
+        names += ["teacher_scores"] if self.score is not None else []
+        return {name: name for name in names}
 
     def _model(self, name: str) -> str:
         """The model whose processes query a teacher."""
@@ -104,7 +108,7 @@ class Teachers:
             if self.top_k is None:
                 await teacher.logprobs(old=True, reference=False)
             else:
-                await teacher.top(self.top_k, scaled=self.scaled)
+                await teacher.top(self.top_k, scaled=self.scaled, score=self.score)
             return {name: list((await teacher.share(name)).places[: len(own)]) for name in self._fields}
 
         return await teacher.outlasting(compute)

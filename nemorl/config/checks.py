@@ -22,7 +22,7 @@ from .auxiliary import (
     used_models,
 )
 from .base import check, check_of_training, counted, did_you_mean, problems_in, run_checks, suggestion
-from .data import DataConfig, PreferenceDataset, TaskRows, TasksDataset
+from .data import DataConfig, PreferenceDataset, TaskRows, TasksDataset, TextsDataset
 from .environment import (
     ByTaskEnvConfig,
     CalculatorEnvConfig,
@@ -247,6 +247,15 @@ def environment_fits_the_tasks(env: EnvConfig, data: DataConfig, algorithm: Algo
 
 
 @check
+def texts_are_not_sampled(data: DataConfig, algorithm: AlgorithmConfig) -> Problems:
+    for path, dataset in acted_on(data, algorithm) if algorithm.generates else ():
+        if isinstance(dataset, TextsDataset):
+            fix = "texts have no prompts that could be sampled; use `tasks`"
+            other = "" if algorithm.online else ", or set algorithm.validation.generate to false"
+            yield Problem(f"{path}.name", dataset.name, f"{fix}{other}")
+
+
+@check
 def environment_has_messages(env: EnvConfig, data: DataConfig) -> Problems:
     separate = [one.name for one in env.environments.values() if one.needs_chat]
     if separate and not data.chat:
@@ -356,7 +365,12 @@ def flags_are_known(algorithm: AlgorithmConfig, env: EnvConfig) -> Problems:
 
 @check
 def named_metrics_are_measured(
-    algorithm: AlgorithmConfig, env: EnvConfig, rewards: Rewards, data: DataConfig, sections: Sections
+    algorithm: AlgorithmConfig,
+    env: EnvConfig,
+    rewards: Rewards,
+    data: DataConfig,
+    teachers: Teachers,
+    sections: Sections,
 ) -> Problems:
     """The metrics of the best checkpoint and of the early stop."""
     checkpointing, named = sections.get("checkpointing"), {}
@@ -364,14 +378,14 @@ def named_metrics_are_measured(
         named["checkpointing.metric"] = checkpointing.metric
     if algorithm.early_stop is not None:
         named["algorithm.early_stop.metric"] = algorithm.early_stop.metric
-    known = sorted(metric_names(algorithm, env, rewards, data))
+    known = sorted(metric_names(algorithm, env, rewards, data, teachers))
     for field, metric in named.items():
         if metric is None:
             continue
         if metric.startswith("validation/") and algorithm.validation.period is None:
             scheduled = algorithm.validation.model_copy(update={"period": 1})
             possible = algorithm.model_copy(update={"validation": scheduled})
-            near = did_you_mean(metric, sorted(metric_names(possible, env, rewards)))
+            near = did_you_mean(metric, sorted(metric_names(possible, env, rewards, teachers=teachers)))
             near = "" if f"`{metric}`" in near else near
             fix = f"{near}only validation measures it; set algorithm.validation.period"
             yield Problem(field, metric, fix)

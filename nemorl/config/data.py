@@ -40,8 +40,12 @@ class FileDataset(RowsDataset):
     source_field: ClassVar[str] = "path"
 
     path: Path
-    """A file with one JSON object per line, a Parquet file (`….parquet`) or a folder of them; with `split` a
-    Hugging Face dataset: a folder, or an id on the hub such as `openai/gsm8k`."""
+    """A file with one JSON object per line, a Parquet, Arrow or text file (`….parquet`, `….arrow`, `….txt`,
+    whose lines are rows with the key `text`) or a folder of them; with `split` a Hugging Face dataset: a
+    folder, or an id on the hub such as `openai/gsm8k`."""
+    files: str | None = Field(None, min_length=1)
+    """Files to read in the folder or the Hugging Face dataset, such as `formal/*.parquet`; null reads all of
+    them, of a folder those of JSON lines, Parquet and Arrow."""
     split: str | None = Field(None, json_schema_extra=SIMPLE)
     """Split of a Hugging Face dataset, such as `train` or `train[:500]`; null if the path is of files."""
     subset: str | None = None
@@ -166,6 +170,22 @@ class ConversationsDataset(FileDataset):
     """Key of the messages; the last one is the assistant's."""
 
 
+class TextsDataset(FileDataset):
+    """Plain texts, one a row, all of whose tokens are trained on; rows without a text are left out."""
+
+    tools_key: ClassVar[None] = None  # type: ignore[misc]  # a text has no tools
+    name: Literal["texts"]
+    text_key: str = Field("text", json_schema_extra=SIMPLE)
+    """Key of the text."""
+    min_characters: int | None = Field(None, ge=1)
+    """Join consecutive texts by line breaks until they have as many characters, without these line breaks;
+    null takes each alone."""
+    truncate: bool = False
+    """Cut longer texts to `policy.max_sequence_length` tokens; false refuses them."""
+    end_token: bool = True
+    """Close each text with the tokenizer's end token."""
+
+
 class PreferenceDataset(FileDataset):
     """Two answers to a prompt, of which one is better."""
 
@@ -208,7 +228,7 @@ class StepsDataset(FileDataset):
 
 _Made = ReasoningGymDataset | ArithmeticDataset | SeedsDataset | AviaryDataset | VerifiersDataset
 _Tasks = TasksDataset | GeneratorDataset | _Made
-_Examples = ConversationsDataset | PreferenceDataset | FeedbackDataset | StepsDataset
+_Examples = ConversationsDataset | TextsDataset | PreferenceDataset | FeedbackDataset | StepsDataset
 DatasetConfig = Annotated[_Tasks | _Examples, Field(discriminator="name")]
 
 
@@ -397,7 +417,9 @@ class DataConfig(Config):
     def _shared(train: DatasetConfig, dataset: DatasetConfig, field: str) -> Problems:
         match train, dataset:
             case FileDataset(), FileDataset():
-                places = {(one.path, one.split, one.subset, one.revision) for one in (train, dataset)}
+                places = {
+                    (one.path, one.files, one.split, one.subset, one.revision) for one in (train, dataset)
+                }
                 if len(places) == 1:
                     fix = "training reads the same file; use another"
                     yield Problem(f"{field}.path", str(dataset.path), fix)

@@ -1,9 +1,10 @@
 """Facts about an experiment that follow from several sections: its models and the metrics it produces."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .algorithm import AlgorithmConfig
+from .algorithm.aligned import TEACHER_METRICS
 from .algorithm.online import REFIT_METRICS
 from .auxiliary import Teachers, auxiliary_models, used_models
 from .data import DataConfig, DatasetConfig
@@ -75,10 +76,18 @@ def reward_names(env: EnvConfig, rewards: Rewards) -> list[str]:
 
 
 def metric_names(
-    algorithm: AlgorithmConfig, env: EnvConfig, rewards: Rewards, data: DataConfig | None = None
+    algorithm: AlgorithmConfig,
+    env: EnvConfig,
+    rewards: Rewards,
+    data: DataConfig | None = None,
+    teachers: Iterable[str] = (),
 ) -> frozenset[str]:
     """Names of all metrics that a step of the run may have; without `data` those of `data.validation`."""
-    names = set(algorithm.metrics)
+    names, several = set(algorithm.metrics), list(teachers)
+    if algorithm.aligns_teachers and len(several) > 1:
+        of_each = {f"teachers/{name}/{kind}" for name in several for kind in TEACHER_METRICS}
+        names |= of_each
+        names |= {f"validation/{name}" for name in of_each if algorithm.validation.scheduled}
     scored = reward_names(env, rewards)
     if algorithm.online:
         for kind in ("reward", "reward_std", "reward_absent"):

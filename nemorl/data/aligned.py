@@ -23,7 +23,7 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.policy import TokenizerConfig
 from nemorl.trajectories import BoolArray, Float32Array, Int32Array
 
-from .datasets import Dialogue
+from .datasets import Dialogue, Text
 from .examples import Encoder, Example, TrainOn
 from .tokenizer import Tokenizer, TokenizerError, load_tokenizer, prompts_of
 
@@ -163,17 +163,25 @@ class AlignedEncoder:
             for name, one in zip(self._names, teachers, strict=True)
         }
 
-    def texts(self, dialogues: Iterable[Dialogue], train_on: TrainOn) -> list[list[tuple[Example, Example]]]:
+    def texts(
+        self, dialogues: Iterable[Dialogue | Text], train_on: TrainOn
+    ) -> list[list[tuple[Example, Example]]]:
         """Of each dialogue the policy's and the teacher's example, for each teacher. Raises ExampleError."""
         given = list(dialogues)
         mine, *others = [encoder.dialogues(given, train_on) for encoder in self._encoders]
         own, *vocabularies = self._vocabularies
         return [
             [
-                align(replace(example, teacher=number), own, one, vocabulary, train_on)
+                align(
+                    replace(example, teacher=number),
+                    own,
+                    one,
+                    vocabulary,
+                    "all" if isinstance(dialogue, Text) else train_on,
+                )
                 for number, (one, vocabulary) in enumerate(zip(read, vocabularies, strict=True))
             ]
-            for example, *read in zip(mine, *others, strict=True)
+            for dialogue, example, *read in zip(given, mine, *others, strict=True)
         ]
 
 

@@ -5,7 +5,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from typing import Any, overload
@@ -26,6 +26,7 @@ from nemorl.config.data import (
     StepsDataset,
     TaskRows,
     TasksDataset,
+    TextsDataset,
 )
 from nemorl.config.library_datasets import AviaryDataset, VerifiersDataset, aviary_tasks, verifiers_tasks
 from nemorl.errors import shorten
@@ -43,6 +44,15 @@ class Dialogue:
     opening: Messages
     exchange: Messages  # begins and ends with the assistant's
     tools: ToolSchemas = ()
+
+
+@dataclass(frozen=True)
+class Text:
+    """A document without a prompt, which no template writes."""
+
+    content: str
+    truncate: bool  # to the longest sequence
+    end_token: bool
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,10 @@ def _load_source(source: SourceConfig, data: DataConfig) -> Sequence[Task]:
 
 
 def load_tasks(dataset: DatasetConfig | MixtureDataset, data: DataConfig) -> Sequence[Task]:
-    """Tasks of a dataset; the answer is the chosen one or a conversation's last. Raises DatasetError."""
+    """Tasks of a dataset. Raises DatasetError.
+
+    The answer is the chosen one, a conversation's last, or the text of those without prompts.
+    """
     known: list[tuple[Messages, str | None, ToolSchemas]]
     match dataset:
         case MixtureDataset(sources=sources):
@@ -94,8 +107,10 @@ def load_tasks(dataset: DatasetConfig | MixtureDataset, data: DataConfig) -> Seq
         case AviaryDataset():
             return AviaryTasks(dataset, data)
         case ConversationsDataset():
-            dialogues = load_dialogues(dataset, data)
+            dialogues: list[Dialogue] = _read(dataset, data)
             known = [((*d.opening, *d.exchange[:-1]), d.exchange[-1].content, d.tools) for d in dialogues]
+        case TextsDataset():
+            known = [((), text.content, ()) for text in load_texts(dataset, data)]
         case PreferenceDataset():
             pairs = load_pairs(dataset, data)
             known = [(pair.opening, pair.chosen[-1].content, pair.tools) for pair in pairs]
@@ -114,16 +129,43 @@ def source_sizes(tasks: Sequence[Task]) -> tuple[int, ...]:
     return tasks.sizes if isinstance(tasks, MixedTasks) else (len(tasks),)
 
 
-def load_dialogues(dataset: DatasetConfig, data: DataConfig) -> list[Dialogue]:
-    """Training data of SFT: conversations, or tasks with their answers. Raises DatasetError."""
+def load_dialogues(dataset: DatasetConfig, data: DataConfig) -> Sequence[Dialogue | Text]:
+    """Training data of SFT: conversations, texts, or tasks with their answers. Raises DatasetError."""
     if isinstance(dataset, ConversationsDataset):
         return _read(dataset, data)
+    if isinstance(dataset, TextsDataset):
+        return load_texts(dataset, data)
     dialogues = []
     for task in load_tasks(dataset, data):
         if task.answer is None:
             raise DatasetError(f"task {task.index} has no answer to train on: set `data.train.answer_key`")
         dialogues.append(Dialogue(task.messages, _says(task.answer), task.tools))
     return dialogues
+
+
+def load_texts(dataset: TextsDataset, data: DataConfig) -> list[Text]:
+    """Raises DatasetError."""
+    texts = [text for text in _read(dataset, data) if text]
+    if not texts:
+        raise DatasetError(f"no row of {dataset.source} has a text (option `data.*.text_key`)")
+    if dataset.min_characters is not None:
+        texts = joined(texts, dataset.min_characters)
+    return [Text(text, dataset.truncate, dataset.end_token) for text in texts]
+
+
+def joined(texts: Iterable[str], min_characters: int) -> list[str]:
+    """Consecutive texts with line breaks between, each as few as have the characters; the last may have less.
+
+    NeMo-RL's rule (`characters_per_sample`): line breaks do not count.
+    """
+    samples, parts, size = list[str](), list[str](), 0
+    for text in texts:
+        parts.append(text)
+        size += len(text)
+        if size >= min_characters:
+            samples.append("\n".join(parts))
+            parts, size = [], 0
+    return samples + (["\n".join(parts)] if parts else [])
 
 
 def load_pairs(dataset: DatasetConfig, data: DataConfig) -> list[Pair]:
@@ -224,18 +266,25 @@ def _rows(
                 raise row
             parsed = _parse(index, row, dataset, data)
             if encode is not None and index < NUM_ENCODED:
-                _check_prompt(parsed.messages if isinstance(parsed, Task) else parsed.opening, encode)
+                _check_prompt(_opens(parsed), encode)
             yield parsed
         except DatasetError as error:
             yield DatasetError(f"{place}: {error}")
 
 
-def _check_prompt(prompt: Messages, encode: Callable[[str], object]) -> None:
-    for message in prompt:
+def _opens(row: Any) -> list[str]:
+    """What is encoded of a row before what it says: its prompt, or all of a text."""
+    if isinstance(row, str):
+        return [row]
+    return [message.content for message in (row.messages if isinstance(row, Task) else row.opening)]
+
+
+def _check_prompt(prompt: Iterable[str], encode: Callable[[str], object]) -> None:
+    for content in prompt:
         try:
-            encode(message.content)
+            encode(content)
         except Exception as error:  # tokenizers raises no narrower class
-            text = shorten(repr(message.content))
+            text = shorten(repr(content))
             raise DatasetError(f"the policy's tokenizer cannot encode {text}: {error}") from error
 
 
@@ -258,6 +307,10 @@ def _parse(index: int, row: Row, dataset: RowsDataset, data: DataConfig) -> Any:
             first = roles.index("assistant") if "assistant" in roles else len(roles)
             exchange = _exchange(messages[first:], dataset.messages_key)
             return Dialogue(_opening(messages[:first], data), exchange, tools)
+        case TextsDataset():
+            return (
+                fields.checked("text_key", lambda value: value is None or type(value) is str, "a text") or ""
+            )
         case PreferenceDataset():
             if dataset.prompt_key is not None:
                 opening = _opening(fields.prompt(), data)

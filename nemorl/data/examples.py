@@ -15,7 +15,7 @@ from nemorl.config.policy import PolicyConfig
 from nemorl.errors import NemorlError
 from nemorl.trajectories import BoolArray, Float32Array, Int32Array, Message, ToolSchemas
 
-from .datasets import DatasetError, Dialogue, Feedback, Pair, Steps, load_tasks, source_sizes
+from .datasets import DatasetError, Dialogue, Feedback, Pair, Steps, Text, load_tasks, source_sizes
 from .tokenizer import Prompts, Tokenizer, load_tokenizer, prompts_of
 
 TrainOn = Literal["completion", "all"]
@@ -110,8 +110,13 @@ class Encoder:
     prompts: Prompts
     max_length: int
 
-    def dialogues(self, dialogues: Iterable[Dialogue], train_on: TrainOn) -> list[Example]:
-        return _each(dialogues, lambda d: self.dialogue(d.opening, d.exchange, train_on, d.tools))
+    def dialogues(self, given: Iterable[Dialogue | Text], train_on: TrainOn) -> list[Example]:
+        def encode(one: Dialogue | Text) -> Example:
+            if isinstance(one, Text):
+                return self.text(one)
+            return self.dialogue(one.opening, one.exchange, train_on, one.tools)
+
+        return _each(given, encode)
 
     def pairs(self, pairs: Iterable[Pair]) -> list[tuple[Example, Example]]:
         def encode(pair: Pair, answer: Sequence[Message]) -> Example:
@@ -159,6 +164,22 @@ class Encoder:
             # The first follows nothing, so it has no probability.
             trained = [False, *[True] * (len(tokens) - 1)]
         return Example(np.array(tokens, dtype=np.int32), np.array(trained))
+
+    def text(self, text: Text) -> Example:
+        """All tokens are trained on but the first, which follows nothing. Raises ExampleError."""
+        tokens = self.tokenizer.encode_document(text.content)
+        tokens += [self.tokenizer.eos_token_id] if text.end_token else []
+        if text.truncate:
+            tokens = tokens[: self.max_length]
+        elif len(tokens) > self.max_length:
+            problem = f"the text has {len(tokens)} tokens, more than {self.max_length}"
+            fix = (
+                "set `truncate` of its dataset to cut it, raise `policy.max_sequence_length` or leave it out"
+            )
+            raise ExampleError(f"{problem}: {fix}")
+        if not tokens:
+            raise ExampleError("the text has no tokens: leave it out")
+        return Example(np.array(tokens, dtype=np.int32), np.arange(len(tokens)) > 0)
 
     def answer_in_steps(self, answer: Steps) -> Example:
         """An answer in steps, each labeled at its last token."""

@@ -54,6 +54,8 @@ class PackedBatch:
     # are then of chunks, at the last token of each; -1 where the teacher has fewer tokens.
     chunks: Tensor | None = None  # [N] int64, the chunk of each token in its sequence, -1 in none
     teachers: Tensor | None = None  # [N] int64, number of the sequence's teacher
+    # [N] float32, at the ends of chunks the score of the teacher for the sequence (`TeacherScore`)
+    teacher_scores: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

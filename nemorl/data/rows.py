@@ -1,5 +1,5 @@
-"""Rows of datasets, as dicts: from JSON lines, Parquet, Hugging Face datasets, task folders and the
-user's generators."""
+"""Rows of datasets, as dicts: from JSON lines, Parquet, Arrow, lines of text, Hugging Face datasets, task
+folders and the user's generators."""
 
 import json
 import os
@@ -58,8 +58,8 @@ def count_rows(dataset: RowsDataset, limit: int, seconds: float) -> int | None:
     if isinstance(dataset, FileDataset):
         if not dataset.path.exists():
             return None
-        if dataset.split is None and not _task_folders(dataset.path):
-            counts = chain.from_iterable(map(_counts, _files(dataset.path)))
+        if dataset.split is None and not _task_folders(dataset):
+            counts = chain.from_iterable(map(_counts, _files(dataset)))
     total = 0
     for count in counts:
         total += count
@@ -73,7 +73,7 @@ def count_rows(dataset: RowsDataset, limit: int, seconds: float) -> int | None:
 def no_rows(dataset: RowsDataset) -> str:
     if isinstance(dataset, GeneratorDataset):
         return f"{dataset.source} yields no rows"
-    if dataset.split is None and dataset.path.is_file() and dataset.path.suffix != ".parquet":
+    if dataset.split is None and dataset.path.is_file() and dataset.path.suffix not in _READERS:
         return f"{dataset.path} holds no tasks: the file is empty; write one JSON object per line"
     return f"{dataset.path} holds no tasks"
 
@@ -92,31 +92,44 @@ def _raw(dataset: RowsDataset, skip: int) -> Iterator[tuple[str, Row | DatasetEr
         yield from _generated(dataset, skip)
     elif dataset.split is not None:
         yield from _hugging_face(dataset, dataset.split, skip)
-    elif folders := _task_folders(dataset.path):
+    elif folders := _task_folders(dataset):
         yield from _instructions(folders[skip:])
     else:
-        for file in _files(dataset.path):
-            read = _parquet if file.suffix == ".parquet" else _json_lines
-            yield from read(file, skip)
+        for file in _files(dataset):
+            yield from _READERS.get(file.suffix, _json_lines)(file, skip)
             skip = max(0, skip - _count(file)) if skip else 0
 
 
-def _files(path: Path) -> list[Path]:
+def _files(dataset: FileDataset) -> list[Path]:
+    path, pattern = dataset.path, dataset.files
+    if pattern is not None:
+        if path.is_file():
+            problem = f"`{pattern}` is of a folder, and {path} is a file: name its folder, or remove files"
+            raise DatasetError(f"{problem} (option `data.*.files`)")
+        try:
+            files = sorted(file for file in path.glob(pattern) if file.is_file())
+        except (NotImplementedError, ValueError) as error:  # of an absolute pattern
+            raise DatasetError(f"`{pattern}` is no pattern: {error} (option `data.*.files`)") from error
+        if not files:
+            problem = f"no file in the folder {path} matches `{pattern}`"
+            raise DatasetError(f"{problem}: correct the pattern (option `data.*.files`)")
+        return files
     if not path.is_dir():
         return [path]
-    files = sorted(file for file in path.iterdir() if file.suffix in (".jsonl", ".parquet"))
+    files = sorted(file for file in path.iterdir() if file.suffix in (".jsonl", ".parquet", ".arrow"))
     if not files:
         fix = "name a file, or set `split` to read it as a Hugging Face dataset"
-        raise DatasetError(f"the folder {path} holds no .jsonl and no .parquet files: {fix}")
+        raise DatasetError(f"the folder {path} holds no .jsonl, .parquet and .arrow files: {fix}")
     return files
 
 
 _INSTRUCTIONS = ("instruction.md", "task.yaml")  # of a task folder of Harbor and of terminal-bench
 
 
-def _task_folders(path: Path) -> list[Path]:
+def _task_folders(dataset: FileDataset) -> list[Path]:
     """The folders in a folder that each are a task, for the environment `terminal`."""
-    if not path.is_dir():
+    path = dataset.path
+    if dataset.files is not None or not path.is_dir():
         return []
     inner = sorted(folder for folder in path.iterdir() if folder.is_dir())
     return [folder for folder in inner if any((folder / name).is_file() for name in _INSTRUCTIONS)]
@@ -142,9 +155,11 @@ def _counts(file: Path) -> Iterator[int]:
     """Numbers of rows that add up to those of the file, read as far as they are taken."""
     if file.suffix == ".parquet":
         yield int(_parquet_file(file).metadata.num_rows)
-        return
-    with file.open("rb") as lines:
-        yield from (1 for line in lines if line.strip())
+    elif file.suffix == ".arrow":
+        yield from (batch.num_rows for batch in _arrow_batches(file))
+    else:
+        with file.open("rb") as lines:
+            yield from (1 for line in lines if line.strip())
 
 
 def _json_lines(file: Path, skip: int) -> Iterator[tuple[str, Row | DatasetError]]:
@@ -158,6 +173,17 @@ def _json_lines(file: Path, skip: int) -> Iterator[tuple[str, Row | DatasetError
         raise DatasetError(f"cannot read the dataset {file}: {error}") from error
 
 
+def _text_lines(file: Path, skip: int) -> Iterator[tuple[str, Row | DatasetError]]:
+    """Lines that are not blank, each a row with the key `text`."""
+    try:
+        with file.open(encoding="utf-8") as lines:
+            numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+            for number, line in islice(numbered, skip, None):
+                yield f"{file}, line {number}", {"text": line.rstrip("\n")}
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"cannot read the dataset {file}: {error}") from error
+
+
 def _parsed(line: str) -> Row | DatasetError:
     try:
         row = json.loads(line)
@@ -166,15 +192,49 @@ def _parsed(line: str) -> Row | DatasetError:
     return row if isinstance(row, dict) else DatasetError(f"expected a JSON object, not {type(row).__name__}")
 
 
-def _parquet_file(file: Path) -> Any:
+@contextmanager
+def _pyarrow_reads(file: Path) -> Iterator[None]:
+    """Raises DatasetError where the package is missing, and for what it cannot read."""
     try:
-        import pyarrow.parquet
+        import pyarrow
     except ImportError as error:
         raise DatasetError(f"{file} requires the package pyarrow; {_PACKAGES}") from error
     try:
-        return pyarrow.parquet.ParquetFile(file)
+        yield
     except (OSError, pyarrow.ArrowException) as error:
         raise DatasetError(f"cannot read the dataset {file}: {error}") from error
+
+
+def _parquet_file(file: Path) -> Any:
+    with _pyarrow_reads(file):
+        import pyarrow.parquet
+
+        return pyarrow.parquet.ParquetFile(file)
+
+
+def _arrow_batches(file: Path) -> Iterator[Any]:
+    """Batches of rows, in either of the formats: the stream that the package datasets writes, or the file."""
+    with _pyarrow_reads(file):
+        import pyarrow
+
+        with pyarrow.memory_map(str(file)) as source:
+            if source.read(6) == b"ARROW1":
+                opened = pyarrow.ipc.open_file(source)
+                yield from (opened.get_batch(number) for number in range(opened.num_record_batches))
+            else:
+                source.seek(0)
+                yield from pyarrow.ipc.open_stream(source)
+
+
+def _arrow(file: Path, skip: int) -> Iterator[tuple[str, Row | DatasetError]]:
+    number = 0
+    for batch in _arrow_batches(file):
+        if number + batch.num_rows > skip:
+            for row in batch.slice(max(0, skip - number)).to_pylist():
+                number = max(number, skip) + 1
+                yield f"{file}, row {number}", row
+        else:
+            number += batch.num_rows
 
 
 def _parquet(file: Path, skip: int) -> Iterator[tuple[str, Row | DatasetError]]:
@@ -189,6 +249,9 @@ def _parquet(file: Path, skip: int) -> Iterator[tuple[str, Row | DatasetError]]:
                     number += 1
         else:
             number += size
+
+
+_READERS = {".parquet": _parquet, ".arrow": _arrow, ".txt": _text_lines}
 
 
 def _hugging_face(dataset: FileDataset, split: str, skip: int) -> Iterator[tuple[str, Row | DatasetError]]:
@@ -206,6 +269,7 @@ def _hugging_face(dataset: FileDataset, split: str, skip: int) -> Iterator[tuple
             rows = datasets.load_from_disk(name)
         else:
             options = {"split": split, "streaming": streaming, "revision": dataset.revision}
+            options |= {} if dataset.files is None else {"data_files": dataset.files}
             # Without an answer of the hub, what is in the cache.
             with _offline(datasets.config) if unreachable else nullcontext():
                 rows = datasets.load_dataset(name, dataset.subset, **options)

@@ -66,7 +66,15 @@ class Shard(ColumnShard):
     compared: tuple[Compared, ...] | None = None  # [S]
 
 
-Field = Literal["old_logprobs", "reference_logprobs", "values", "returns", "top_ids", "top_logprobs"]
+Field = Literal[
+    "old_logprobs",
+    "reference_logprobs",
+    "values",
+    "returns",
+    "top_ids",
+    "top_logprobs",
+    "teacher_scores",
+]
 TokenArray = Float32Array | Int32Array
 
 

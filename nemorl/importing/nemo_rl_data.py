@@ -29,6 +29,10 @@ _SEVERAL: tuple[dict[str, Any], ...] = (
 )
 _LOADERS, _DRAWN = "data.use_multiple_dataloader", "data.custom_dataloader"
 _PER_LOADER = "data.num_prompts_per_dataloader"
+_TEXTS = "arrow_text"  # NeMo-RL's dataset of texts, in any format
+_HUB = "hf://datasets/"
+_OWN_FORMATS = (".jsonl", ".parquet", ".arrow", ".txt")  # that are read without the package datasets
+_OF_TEXTS = ("data_files", "text_key", "characters_per_sample", "subset")
 _IN_TURN = "example_custom_dataloader"  # NeMo-RL's function that takes a batch of each loader
 
 
@@ -128,13 +132,14 @@ def _without_held_out(
     """A dataset that is trained on, and the part of it that is held out."""
     section, name = _section(x, given, where), given.get("dataset_name")
     held_out = given.get("split_validation_size", 0) or 0
-    if not held_out or name not in PUBLIC or given.get("data_path"):
+    if not held_out or (name not in PUBLIC and name != _TEXTS) or given.get("data_path"):
         return section, None
     share = f"{held_out * 100:g}%" if held_out < 1 else f"{held_out:g}"
     kept = f"{100 - held_out * 100:g}%" if held_out < 1 else f"-{held_out:g}"
-    split = given.get("split", PUBLIC[name].split)
+    split = section["split"]
     key = "data.train" if "data.train" in x.values else "data.train.split_validation_size"
-    x.changed(key, "the last rows are held out, and not random ones")
+    before = ", before texts are joined," if section.get("min_characters") else ""
+    x.changed(key, f"the last rows are held out{before} and not random ones")
     held = f"{split}[-{share}:]" if held_out >= 1 else f"{split}[{kept}:]"
     return section | {"split": f"{split}[:{kept}]"}, section | {"split": held}
 
@@ -200,7 +205,8 @@ def _of_file(x: Origin, section: dict[str, Any], path: str) -> dict[str, Any]:
     """The same dataset in another file."""
     if gym.is_used(x):
         return gym.rows(path)
-    kept = {name: value for name, value in section.items() if name not in ("split", "subset")}
+    of_folders = ("split", "subset", "revision", "files")
+    kept = {name: value for name, value in section.items() if name not in of_folders}
     return kept | {"path": path}
 
 
@@ -222,11 +228,8 @@ def _section(x: Origin, given: dict[str, Any], key: str) -> dict[str, Any]:
         keys |= {"rejected_key": given.get("rejected_key", "rejected")}
         section = {"name": "preference", **keys} if preferences else {"name": "tasks", "prompt_key": prompt}
         return section | {"path": str(path)} | ({} if preferences else {"answer_key": answer})
-    if name == "arrow_text":
-        file = f"data/texts-{given.get('split', 'train')}.jsonl"
-        x.changed(key, "the file has the texts, as answers to empty prompts")
-        x.note(file, "write the texts here, as the answers to empty prompts; each has to fit")
-        return {"name": "tasks", "path": file}
+    if name == _TEXTS:
+        return _texts(x, given, key)
     public = PUBLIC.get(str(name))
     if public is None or preferences:
         x.changed(key, _PREPARED)
@@ -241,6 +244,49 @@ def _section(x: Origin, given: dict[str, Any], key: str) -> dict[str, Any]:
     if "output_key" in given and name == "OpenMathInstruct-2":
         section["answer_key"] = given["output_key"]
     return section
+
+
+def _texts(x: Origin, given: dict[str, Any], key: str) -> dict[str, Any]:
+    """The dataset `arrow_text`: distillation cuts its texts, to which tokenizers add a start token only."""
+    below = key.removesuffix(".dataset_name")
+    section = {"name": "texts", **_place_of_texts(given, f"{below}.data_files")}
+    section["text_key"] = given.get("text_key", "text")
+    size = given.get("characters_per_sample") or 0
+    if not isinstance(size, int):
+        problem = f"{below}.characters_per_sample = {size}"
+        raise CannotImport(f"{problem}: expected a number of characters; correct the value")
+    if size > 0:
+        section["min_characters"] = size
+    if aligns(x):
+        return section | {"truncate": True, "end_token": False}
+    x.changed(key, "texts are trained as they are; there the chat template writes them as an answer")
+    return section
+
+
+def _place_of_texts(given: dict[str, Any], key: str) -> dict[str, Any]:
+    """What is read: files are, without their package, unless it has to hold out rows of them."""
+    files, split = given.get("data_files"), given.get("split") or "train"
+    if not isinstance(files, str):
+        raise CannotImport(f"{key} = {files}: expected a file, a pattern or a dataset; name one")
+    if files.startswith(_HUB):
+        parts = files.removeprefix(_HUB).split("/")
+        name, _, revision = "/".join(parts[:2]).partition("@")
+        section = {"path": name, "split": split} | ({"revision": revision} if revision else {})
+        return section | ({"files": "/".join(parts[2:])} if parts[2:] else {})
+    if "://" in files:
+        raise CannotImport(
+            f"{key} = {files}: only files and datasets are read; download it, and name the file"
+        )
+    path = Path(files)
+    if path.suffix not in (*_OWN_FORMATS, ".csv", ".json"):
+        return {"path": files, "split": split} | ({"subset": given["subset"]} if given.get("subset") else {})
+    wild = next((number for number, part in enumerate(path.parts) if set(part) & set("*?[")), None)
+    is_own = path.suffix in _OWN_FORMATS and not given.get("split_validation_size")
+    if is_own and wild is None:
+        return {"path": files}
+    border = len(path.parts) - 1 if wild is None else wild
+    section = {"path": str(Path(*path.parts[:border])), "files": str(Path(*path.parts[border:]))}
+    return section if is_own else section | {"split": split}
 
 
 def _prompts(x: Origin) -> Fields:
@@ -316,6 +362,9 @@ def _longest_prompt(x: Origin) -> Fields:
     longest, length = x.get(key), x.get("policy.max_total_sequence_length", 0)
     if longest is None or longest >= length:
         return {}
+    if aligns(x):
+        x.lost(key, "the policy's length is that of texts there, too", changes_result=False)
+        return {}
     if not is_online(x):
         x.lost(key, "examples that are longer are an error; there they are left out")
         return {}
@@ -334,6 +383,7 @@ DATA_RULES: tuple[Rule, ...] = (
             *(f"data.train.{name}" for name in ("dataset_name", "data_path", "split", "output_key")),
             *("data.train.split_validation_size", "data.validation"),
             *(f"data.validation.{name}" for name in ("dataset_name", "data_path", "split")),
+            *(f"data.{part}.{name}" for part in ("train", "validation") for name in _OF_TEXTS),
             *(_LOADERS, _DRAWN, _PER_LOADER),
         ),
         ("data.train", "data.validation", "data.validation_sets"),
@@ -360,11 +410,6 @@ DATA_RULES: tuple[Rule, ...] = (
         ),
         ("env", "rewards", "policy.tokenizer.template_arguments"),
         _environment,
-    ),
-    Lost(
-        ("data.train.data_files", "data.train.text_key", "data.train.characters_per_sample"),
-        "write the texts into the file of data.train; there they are joined, and cut to the length",
-        (None,),
     ),
     Ignored(("data.train.seed",), "of the rows that are held out, which are the last ones"),
     Lost(("data.add_bos", "data.add_eos"), "as the chat template does", (None, True)),

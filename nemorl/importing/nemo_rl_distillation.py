@@ -11,9 +11,10 @@ from nemorl.config.yaml import leaves
 from .nemo_rl_devices import FSDP_SIZES, SIZES, keys_of, model_layout
 from .nemo_rl_learning import GENERATION
 from .nemo_rl_sections import TEACHERS, aligns, distills
-from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule
+from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule, not_imported
 
 _TEACHER, _PATH = "teacher", "teachers.main"
+_METRIC, _BY_SIZE = "loss_fn.sum_weights_metric", "loss_fn.normalize_teacher_by_vocab"
 _LOSSES = {"forward": "forward_kl", "reverse": "reverse_kl", "mixed": "mixed_kl"}
 LIKENESSES: dict[str, object] = {
     "loss_fn.kl_type": tuple(_LOSSES),
@@ -25,6 +26,8 @@ LIKENESSES: dict[str, object] = {
     "teacher.precision": ("bfloat16", "float32"),
     **dict.fromkeys((f"loss_fn.{name}" for name in ("gold_loss", "xtoken_loss", "reverse_kl")), False),
     "loss_fn.dynamic_loss_scaling": False,
+    _BY_SIZE: False,
+    "loss_fn.alpha": 1.0,
     **dict.fromkeys((f"loss_fn.{name}" for name in ("kl_loss_weight", "ce_loss_scale", "temperature")), 1.0),
     **dict.fromkeys(("loss_fn.vocab_topk", "loss_fn.uncommon_topk"), 8192),
 }
@@ -79,6 +82,9 @@ def aligned_loss(x: Origin) -> Fields:
         if key in x.values:
             x.lost(key, "of distillation on samples", changes_result=False)
     gold, pieces = _mode(x)
+    if gold and _averages(x):
+        x.lost("loss_fn.gold_loss", "teachers of the mean have the policy's tokens", changes_result=False)
+        gold = False
     section: dict[str, Any] = {"name": "common_kl" if gold else "projected_kl"}
     section |= {"tokens": x.get("loss_fn.vocab_topk", 8192), "temperature": x.get("loss_fn.temperature", 1.0)}
     section["reverse"] = x.get("loss_fn.reverse_kl", False)
@@ -101,7 +107,7 @@ def aligned_loss(x: Origin) -> Fields:
 def _mode(x: Origin) -> tuple[bool, bool]:
     """`gold_loss` and `xtoken_loss` of the teachers that have other tokens than the policy."""
     shared = x.get("loss_fn.gold_loss", False), x.get("loss_fn.xtoken_loss", False)
-    given = _listed(x)
+    given = _listed(x) if _kd_mode(x) == "sum" else []  # in others those of teachers do not count
     own = {_of_teacher(one, shared) for one in given if one.get("projection_matrix_path")}
     own |= {_of_teacher(one, shared) for one in given if one.get("gold_loss") is not None}
     modes = own or {shared}
@@ -127,11 +133,72 @@ def _of_teacher(one: dict[str, Any], shared: tuple[bool, bool]) -> tuple[bool, b
     return shared[0] if gold is None else bool(gold), shared[1] if pieces is None else bool(pieces)
 
 
+_MODES = ("sum", "averaged_logits", "select_teacher")
+_SCORES = {"ce": "cross_entropy", "entropy": "entropy", "max_prob": "max_probability"}
+
+
+def _kd_mode(x: Origin) -> str:
+    """How the teachers are combined. Raises CannotImport for what NeMo-RL refuses, too."""
+    mode = x.get("loss_fn.kd_loss_mode", "sum") or "sum"
+    if mode not in _MODES:
+        raise not_imported("loss_fn.kd_loss_mode", mode, "mode", _MODES)
+    for key in (_METRIC, _BY_SIZE):
+        if mode != "sum" and (value := x.get(key)):
+            raise CannotImport(f"{key} = {value}: NeMo-RL has it with kd_loss_mode sum only; remove one")
+    return str(mode)
+
+
+def _has_constant_weights(x: Origin) -> bool:
+    """True if weights of teachers count: a teacher alone is scaled to 1 in the other modes."""
+    mode = _kd_mode(x)
+    if mode == "sum":
+        return not x.get(_METRIC)
+    return mode == "averaged_logits" and len(_listed(x)) > 1
+
+
+def _averages(x: Origin) -> bool:
+    """True if logits have a mean: NeMo-RL adds divergences where some teacher has other tokens."""
+    if _kd_mode(x) != "averaged_logits" or len(_listed(x)) == 1:
+        return False
+    return not any(one.get("projection_matrix_path") for one in _listed(x))
+
+
+def combination(x: Origin) -> Fields:
+    """How NeMo-RL adds, weighs, selects or averages several teachers."""
+    if not aligns(x):
+        return {}
+    mode, metric, given = _kd_mode(x), x.get(_METRIC), _listed(x)
+    by_size = bool(x.get(_BY_SIZE, False))
+    if metric is not None and metric not in _SCORES:
+        raise not_imported(_METRIC, metric, "score", _SCORES)
+    if metric is None and "loss_fn.alpha" in x.values:
+        x.lost("loss_fn.alpha", f"of {_METRIC}", changes_result=False)
+    if len(given) == 1:
+        return {}
+    scaled = {"scale_by_vocabulary": True} if by_size else {}
+    if mode == "select_teacher":
+        x.changed("loss_fn.kd_loss_mode", "by text; there by micro-batch")
+        return {"algorithm.combination": {"name": "select"}}
+    if mode == "averaged_logits":
+        if not _averages(x):
+            how = "some teachers have other tokens, so divergences are added, as there"
+            x.changed("loss_fn.kd_loss_mode", how, changes_result=False)
+            return {}
+        how = "over the tokens that all teachers compare; there over the complete vocabulary"
+        x.changed("loss_fn.kd_loss_mode", how)
+        return {"algorithm.combination": {"name": "average"}}
+    if metric is not None:
+        x.changed(_METRIC, "by text; there by micro-batch")
+        section = {"name": "trust", "score": _SCORES[metric], "sharpness": x.get("loss_fn.alpha", 1.0)}
+        return {"algorithm.combination": section | scaled}
+    return {"algorithm.combination": {"name": "sum"} | scaled} if scaled else {}
+
+
 def aligned_teachers(x: Origin) -> Fields:
     """Each teacher of the list, in processes on the policy's GPUs, which all use in turn there, too."""
     if not aligns(x):
         return {}
-    given, fields = _listed(x), dict[str, Any]()
+    given, fields, weighted = _listed(x), dict[str, Any](), _has_constant_weights(x)
     hows = ["projections are built from the tokenizers at the start of a run"]
     for number, one in enumerate(given):
         name = "main" if len(given) == 1 else f"teacher_{number}"
@@ -145,7 +212,7 @@ def aligned_teachers(x: Origin) -> Fields:
         alone = Origin(others | {f"{_TEACHER}.{key}": value for key, value in leaves(one)}, x.options)
         layouts = model_layout(alone, _TEACHER)
         fields |= {key.replace(f"{_PATH}.", f"{path}.", 1): value for key, value in layouts.items()}
-        if (weight := one.get("weight", 1.0)) != 1:
+        if (weight := one.get("weight", 1.0)) != 1 and weighted:
             fields[f"algorithm.teacher_weights.{name}"] = weight
         tokenizer = (one.get("tokenizer") or {}).get("name", folder)
         if tokenizer != folder:
@@ -167,16 +234,15 @@ RULES: tuple[Rule, ...] = (
         aligned_loss,
     ),
     Part((TEACHERS,), ("teachers", "algorithm.teacher_weights"), aligned_teachers),
-    Lost(
+    Part(
+        ("loss_fn.kd_loss_mode", _METRIC, "loss_fn.alpha", _BY_SIZE),
+        ("algorithm.combination", "algorithm.teacher_weights"),
+        combination,
+    ),
+    Ignored(
         ("loss_fn.exact_token_match_only",),
-        "there is no score of a chunk; there its aligner leaves out chunks whose tokens differ",
+        "chunks always have the same text under both tokenizers, and no others are compared",
     ),
-    Lost(("loss_fn.kd_loss_mode",), "divergences of all teachers are added", (None, "sum")),
-    Lost(("loss_fn.sum_weights_metric",), "weights of teachers are constant", (None,)),
-    Lost(
-        ("loss_fn.normalize_teacher_by_vocab",), "set algorithm.teacher_weights to weights with this factor"
-    ),
-    Ignored(("loss_fn.alpha",), "of loss_fn.sum_weights_metric"),
     Ignored((_TEACHER,), "null: the list teachers has them"),
     Part(
         (

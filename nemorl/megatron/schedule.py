@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.profiler import record_function
 
+from nemorl.config.algorithm.aligned import TeacherScore
 from nemorl.config.generation import SamplingConfig
 from nemorl.data.losses import (
     CandidateLoss,
@@ -194,16 +195,24 @@ class Pipeline:
         return self._over_batch(batch, made, top, like)
 
     def top_of_chunks(
-        self, batch: PackedBatch, made: Sequence[MicroBatch], k: int, *, scaled: bool
+        self,
+        batch: PackedBatch,
+        made: Sequence[MicroBatch],
+        k: int,
+        *,
+        scaled: bool,
+        score: TeacherScore | None = None,
     ) -> list[Tensor]:
         """Ids [N, k] int32 and logprobs [N, k] of tokens at the ends of chunks, on the CPU.
+
+        With `score` also its mean [N] over the trained tokens of the sequence, at each of them.
 
         The ids are the same at all chunks of a sequence: of the tokens whose largest logprobs anywhere in it
         are the highest, ascending. The logprobs are means over the tokens of the chunk, of probabilities that
         are `scaled` to sum to 1 over the ids, if asked for.
         """
 
-        def top(policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        def top(policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> list[Tensor]:
             ids, logprobs = policy.top(hidden, micro, k, temperature=self._temperature)
             ids = _likeliest_anywhere(micro.batch, ids, logprobs)
             scores = policy.score(hidden, micro, self._temperature, entropy=False, candidates=ids)
@@ -212,10 +221,11 @@ class Pipeline:
                 of_ids = of_ids.log_softmax(-1)
             numbers, ends = micro.batch.chunk_numbers(), micro.batch.chunk_ends()
             means = chunk_means(of_ids, numbers, len(ends))
-            return ids.int(), torch.zeros_like(logprobs).index_copy(0, ends, means)
+            found = [ids.int(), torch.zeros_like(logprobs).index_copy(0, ends, means)]
+            return found if score is None else [*found, _teacher_scores(policy, hidden, micro, score)]
 
-        like = [torch.empty(0, k, dtype=torch.int32), torch.empty(0, k)]
-        return self._over_batch(batch, made, top, like)
+        like = [torch.empty(0, k, dtype=torch.int32), torch.empty(0, k), torch.empty(0)]
+        return self._over_batch(batch, made, top, like[: 2 if score is None else 3])
 
     def _run(self, made: Sequence[MicroBatch], compute: Compute, *, backward: bool = False) -> list[Any]:
         """Results of `compute` for each micro-batch on ranks of the last stage, nothing elsewhere."""
@@ -298,6 +308,20 @@ def from_last_stage(values: Tensor) -> Tensor:
         source = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(values, source, group=parallel_state.get_pipeline_model_parallel_group())
     return values
+
+
+def _teacher_scores(policy: PolicyModel, hidden: Tensor, micro: MicroBatch, score: TeacherScore) -> Tensor:
+    """[N] the mean over the trained tokens of each sequence, at temperature 1; 0 outside the loss mask."""
+    if score == "max_probability":
+        values = policy.top(hidden, micro, 1, temperature=1.0)[1].squeeze(1).exp()
+    else:
+        found = policy.score(hidden, micro, 1.0, entropy=score == "entropy")
+        values = found.logprobs if found.entropies is None else -found.entropies
+    means, mask = torch.zeros_like(values), micro.batch.loss_mask
+    for start, end in pairwise(micro.batch.cu_seqlens.tolist()):
+        own = start + mask[start:end].nonzero().squeeze(1)
+        means[own] = values[own].mean()
+    return means
 
 
 def _likeliest_anywhere(batch: PackedBatch, ids: Tensor, logprobs: Tensor) -> Tensor:

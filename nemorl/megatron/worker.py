@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from torch import Tensor
 
+from nemorl.config.algorithm.aligned import TeacherScore
 from nemorl.config.generation import SamplingConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data import losses, packed
@@ -456,17 +457,27 @@ class PolicyWorker:
         counts = torch.tensor([micro.scoring_flops for micro in made], dtype=torch.float64)
         return sum_over_data_parallel(counts.view(-1, 2).sum(0), self.device).tolist()
 
-    def compute_top(self, micro_batches: list[list[int]], k: int, *, scaled: bool = False) -> None:
+    def compute_top(
+        self,
+        micro_batches: list[list[int]],
+        k: int,
+        *,
+        scaled: bool = False,
+        score: TeacherScore | None = None,
+    ) -> None:
         """Fill `top_ids` and `top_logprobs`: the k likeliest tokens, or all, where the mask is set.
 
-        Of aligned examples as `Pipeline.top_of_chunks`.
+        Of aligned examples as `Pipeline.top_of_chunks`, with `teacher_scores` if there is a `score`.
         """
         batch, made = self._prepared("compute_top", micro_batches, head="lm")
         there = min(k, self._shape.vocab_size)
         if batch.chunks is None:
             ids, logprobs = self._pipeline.top(batch, made, there)
         else:
-            ids, logprobs = self._pipeline.top_of_chunks(batch, made, there, scaled=scaled)
+            ids, logprobs, *scores = self._pipeline.top_of_chunks(
+                batch, made, there, scaled=scaled, score=score
+            )
+            batch = replace(batch, teacher_scores=scores[0] if scores else None)
             # Teachers of several vocabularies fill one field.
             ids, logprobs = F.pad(ids, (0, k - there), value=-1), F.pad(logprobs, (0, k - there))
         self._batch = replace(batch, top_ids=ids, top_logprobs=logprobs)

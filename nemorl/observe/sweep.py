@@ -72,7 +72,10 @@ def metric_of(experiment: Experiment, metric: str | None, mode: Mode | None) -> 
 
     By default that of the best checkpoint or of early stopping, else the reward or the loss of the run.
     """
-    known = metric_names(experiment.algorithm, experiment.env, experiment.rewards, experiment.data)
+    known = metric_names(
+        *(experiment.algorithm, experiment.env, experiment.rewards, experiment.data),
+        teachers=experiment.teachers,
+    )
     stop, checkpointing = experiment.algorithm.early_stop, experiment.checkpointing
     higher: bool | None = None
     if metric is None and checkpointing.metric is not None:

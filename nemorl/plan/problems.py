@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 from fsspec import get_filesystem_class
 
+from nemorl.config.algorithm import AlignedDistillationConfig
+from nemorl.config.algorithm.aligned import AverageConfig
 from nemorl.config.base import call_within, counted
 from nemorl.config.data import (
     CurriculumConfig,
@@ -148,9 +150,11 @@ def auxiliary_models(
             refused.append(problem)
         if model.scores:
             continue
-        if experiment.algorithm.aligns_teachers:
+        algorithm = experiment.algorithm
+        if isinstance(algorithm, AlignedDistillationConfig):
             refused += _tokenizer_file_problems(f"{section}.model_path", path)
-            continue
+            if not isinstance(algorithm.combination, AverageConfig):
+                continue
         size, of_its = of_policy.vocab_size, shape.vocab_size
         if of_its < size or (experiment.algorithm.keeps_teachers and of_its != size):
             same = "a teacher and the policy must have the same tokens"

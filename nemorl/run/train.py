@@ -317,7 +317,8 @@ def _algorithm(
     if isinstance(config, distills | configs.AlignedDistillationConfig):
         held, loss = teachers_held(experiment.teachers), config.loss
         multiples = {name: held[name].worker_config(policy).layout.fewest_units for name in held}
-        teachers = Teachers(session, experiment.teachers, multiples, loss.top_k, loss.scales_teacher)
+        score = config.combination.measured if isinstance(config, configs.AlignedDistillationConfig) else None
+        teachers = Teachers(session, experiment.teachers, multiples, loss.top_k, loss.scales_teacher, score)
     if isinstance(config, configs.OfflineBase):
         assert data.examples is not None
         of_data = (session, data.examples, references, data.order, start.place)

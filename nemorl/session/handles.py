@@ -41,6 +41,7 @@ from nemorl.rollout.groups import Dropped, GroupAssignment, GroupSummary
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from nemorl.config.algorithm.aligned import TeacherScore
     from nemorl.data import losses, shards
     from nemorl.data.trained import Trained
     from nemorl.megatron.checkpoint_store import FileRecord
@@ -341,9 +342,9 @@ class ModelHandle:
         stats = await self._forward("compute_values", stage="values", outputs="first")
         return stats[0]
 
-    async def top(self, k: int, *, scaled: bool = False) -> None:
-        """Compute the batch's `top_ids` and `top_logprobs`, which stay on the workers."""
-        await self._forward("compute_top", k, stage="logprobs", scaled=scaled)
+    async def top(self, k: int, *, scaled: bool = False, score: "TeacherScore | None" = None) -> None:
+        """Compute the batch's `top_ids`, `top_logprobs` and `teacher_scores`, which stay on the workers."""
+        await self._forward("compute_top", k, stage="logprobs", scaled=scaled, score=score)
 
     async def sequence_logprobs(self, *, reference: bool) -> list[float]:
         """The summed logprobs, or the reference's, of each sequence, in the order of `load`."""

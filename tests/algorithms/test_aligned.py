@@ -273,13 +273,16 @@ def test_tokens_of_the_teacher_that_are_not_compared_count_as_zero(files: list[P
     assert 0 < abs(found[0] - found[1]) < 0.1
 
 
+OfText = tuple[list[float], list[float], float]
+
+
 def two_teachers(
     name: str, **fields: object
-) -> tuple[AlignedDistillationConfig, PackedBatch, Callable[[Tensor], list[tuple[float, float]]]]:
+) -> tuple[AlignedDistillationConfig, PackedBatch, Callable[[Tensor], list[OfText]]]:
     """A batch of two texts with two teachers, the second of the policy's tokens; both compare all tokens.
 
-    The function by hand gives the divergence of each text from both teachers, weighted and over the chunks of
-    the step, and its cross entropy over the tokens of the step.
+    The function by hand gives the divergences of the chunks of each text from either teacher, and its cross
+    entropy over the tokens of the step.
     """
     loss: AlignedLossConfig = ProjectedKlLossConfig(tokens=TEACHER_SIZE)
     if name == "common_kl":
@@ -309,42 +312,58 @@ def two_teachers(
     for field, found in rows.items():
         batch = with_rows(batch, field, [found[n] for n in order])
 
-    def by_hand(z: Tensor) -> list[tuple[float, float]]:
+    def by_hand(z: Tensor) -> list[OfText]:
         texts = []
         for n, policy in enumerate((z[:6], z[6:])):
-            divergence = 0.0
+            of_first = []
             for number in range(max(CHUNKS[n]) + 1):
                 both = (
                     of_chunk(policy.tolist(), CHUNKS[n], number),
                     of_chunk(own[n].tolist(), TEACHER_CHUNKS[n], number),
                 )
                 if name == "common_kl":
-                    term = sum(common_by_hand(*both, EXACT, 8192, 1.0, False))
+                    of_first.append(sum(common_by_hand(*both, EXACT, 8192, 1.0, False)))
                 else:
-                    term = projected_by_hand(*both, range(TEACHER_SIZE), WEIGHTS, 1.0, False)
-                divergence += 0.5 * term / 5
+                    of_first.append(projected_by_hand(*both, range(TEACHER_SIZE), WEIGHTS, 1.0, False))
             p, q = ([softmax(row) for row in rows.tolist()] for rows in (same[n], policy[1:]))
-            divergence += 2 * sum(map(kl, p, q)) / trained
             right = [softmax(row)[token] for row, token in zip(policy.tolist(), TOKENS[n], strict=True)]
-            texts.append((divergence, -sum(map(math.log, right[1:])) / trained))
+            texts.append((of_first, list(map(kl, p, q)), -sum(map(math.log, right[1:])) / trained))
         return texts
 
-    weights = {"teacher_weights": {"0": 0.5, "1": 2.0}}
-    return config_of(loss, **weights, **fields), batch, by_hand
+    return config_of(loss, **fields), batch, by_hand
+
+
+WEIGHED = {"teacher_weights": {"0": 0.5, "1": 2.0}}
+
+
+def added(texts: Sequence[OfText], *weights: tuple[float, float]) -> list[tuple[float, float]]:
+    """The divergence of each text, of which each teacher's is over its chunks in the step; and its entropy.
+
+    `weights` of both teachers for each text, or for all.
+    """
+    counts = [sum(len(text[number]) for text in texts) for number in range(2)]  # type: ignore[arg-type]
+    by_text = weights * (len(texts) // len(weights))
+    return [
+        (a * sum(first) / counts[0] + b * sum(second) / counts[1], entropy)
+        for (first, second, entropy), (a, b) in zip(texts, by_text, strict=True)
+    ]
+
+
+TWICE = [*range(6)] * 2 + [*range(6, 10)] * 2  # tokens of the texts in the batch of two teachers
 
 
 @pytest.mark.parametrize("name", ["projected_kl", "common_kl"])
 def test_teachers_are_weighted_and_mixed_with_the_cross_entropy(files: list[Path], name: str) -> None:
     coefficients = {"distillation_coefficient": 3.0, "sft_coefficient": 0.25}
-    config, batch, texts = two_teachers(name, **coefficients)
+    config, batch, texts = two_teachers(name, **WEIGHED, **coefficients)
 
     def by_hand(z: Tensor) -> float:
-        return sum(3 * divergence + 0.25 * entropy for divergence, entropy in texts(z))
+        return sum(3 * divergence + 0.25 * entropy for divergence, entropy in added(texts(z), (0.5, 2)))
 
     z = logits(10, POLICY_SIZE, 1).requires_grad_()
-    found, metrics = loss_of(config, files, batch, z[[*range(6)] * 2 + [*range(6, 10)] * 2])
+    found, metrics = loss_of(config, files, batch, z[TWICE])
     assert float(found.detach()) == pytest.approx(by_hand(z.detach()), rel=FLOAT32)
-    divergences, entropies = zip(*texts(z.detach()), strict=True)
+    divergences, entropies = zip(*added(texts(z.detach()), (0.5, 2)), strict=True)
     assert metrics["loss/distillation"] == pytest.approx(sum(divergences), rel=FLOAT32)
     assert metrics["loss/sft"] == pytest.approx(sum(entropies), rel=FLOAT32)
     aligned = sum(chunk >= 0 for chunks in CHUNKS for chunk in chunks)
@@ -353,17 +372,18 @@ def test_teachers_are_weighted_and_mixed_with_the_cross_entropy(files: list[Path
 
 
 def test_divergences_match_the_cross_entropy_of_each_text(files: list[Path]) -> None:
-    config, batch, texts = two_teachers("projected_kl", match_sft=True)
+    config, batch, texts = two_teachers("projected_kl", **WEIGHED, match_sft=True)
     z = logits(10, POLICY_SIZE, 1).requires_grad_()
-    scales = [entropy / divergence for divergence, entropy in texts(z.detach())]
+    scales = [entropy / divergence for divergence, entropy in added(texts(z.detach()), (0.5, 2))]
     assert abs(scales[0] - scales[1]) > 0.01
 
     def by_hand(z: Tensor) -> float:
+        of_texts = added(texts(z), (0.5, 2))
         return sum(
-            s * divergence + entropy for s, (divergence, entropy) in zip(scales, texts(z), strict=True)
+            s * divergence + entropy for s, (divergence, entropy) in zip(scales, of_texts, strict=True)
         )
 
-    found, _ = loss_of(config, files, batch, z[[*range(6)] * 2 + [*range(6, 10)] * 2])
+    found, _ = loss_of(config, files, batch, z[TWICE])
     assert float(found.detach()) == pytest.approx(by_hand(z.detach()), rel=FLOAT32)
     check_gradient(found, z, by_hand)
 

@@ -507,7 +507,7 @@ class StandInGroup:
     async def logprobs(self, *, old: bool, reference: bool) -> None:
         assert (old, reference) == (True, False)
 
-    async def top(self, k: int, *, scaled: bool = False) -> None:
+    async def top(self, k: int, *, scaled: bool = False, score: object = None) -> None:
         self.calls.append(k)
 
     async def fill(self, sequences: set[int], compute: EndpointTeacher, *, stage: str) -> None:

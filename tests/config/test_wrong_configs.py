@@ -202,7 +202,7 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         ["data.train={name: jsonl}"],
         "data.train.path",
         ABSENT,
-        "this field is required: A file with one JSON object per line, a Parquet file",
+        "this field is required: A file with one JSON object per line, a Parquet, Arrow or text file",
     ),
     "a loss misspelled": (
         ["algorithm.loss.name=gpso"],

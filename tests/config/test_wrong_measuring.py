@@ -14,6 +14,7 @@ TWO = "teachers={sums: {model_path: models/a}, prose: {model_path: models/b}}"
 FAR = "teachers={far: {kind: endpoint, base_url: 'http://127.0.0.1:8000/v1', model: m}}"
 ON_POLICY = ["algorithm.name=on_policy_distillation"]
 ALIGNED = ["algorithm={name: aligned_distillation, num_steps: 10, batch_size: 8}"]
+TWO = "teachers={sums: {model_path: models/a}, prose: {model_path: models/b}}"
 OFF_POLICY = ["algorithm={name: distillation, num_steps: 10, batch_size: 8}"]
 SETS = "data.validation_sets={hard: {name: arithmetic, digits: 3, size: 50}}"
 PERIOD = "algorithm.validation.period=2"
@@ -39,6 +40,35 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         "algorithm.teacher_weights.prose",
         0.5,
         "there is no such teacher; use one of sums",
+    ),
+    "one teacher to select from": (
+        [*ALIGNED, TEACHER, "algorithm.combination={name: select}"],
+        "algorithm.combination.name",
+        "select",
+        "there is one teacher, and nothing to combine",
+    ),
+    "constant weights of a selection": (
+        [*ALIGNED, TWO, "algorithm.combination={name: select}", "algorithm.teacher_weights={sums: 0.5}"],
+        "algorithm.teacher_weights",
+        {"sums": 0.5},
+        "the combination `select` has no constant weights; remove this, or use `sum`",
+    ),
+    "a mean of no teacher": (
+        [
+            *ALIGNED,
+            TWO,
+            "algorithm.combination={name: average}",
+            "algorithm.teacher_weights={sums: 0, prose: 0}",
+        ],
+        "algorithm.teacher_weights",
+        {"sums": 0.0, "prose": 0.0},
+        "the mean of their logits is of no teacher; raise a weight",
+    ),
+    "a mean of logits of common tokens": (
+        [*ALIGNED, TWO, "algorithm.combination={name: average}", "algorithm.loss={name: common_kl}"],
+        "algorithm.loss.name",
+        "common_kl",
+        "a mean of logits is compared token by token, by `projected_kl`; use it",
     ),
     "a key of a teacher that reads all texts": (
         [*ALIGNED, "teachers={sums: {model_path: models/a, key: x}, prose: {model_path: models/b}}"],

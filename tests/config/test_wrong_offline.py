@@ -54,6 +54,25 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         "feedback",
         "`sft` learns from answers",
     ),
+    "texts for samples": (
+        [
+            *("algorithm.name=sft", "data.train={name: texts, path: a.jsonl}"),
+            *("data.validation={name: texts, path: b.jsonl}", "generation.max_new_tokens=8"),
+            *("algorithm.validation={period: 2, generate: true}", "rewards=[{function: exact_match}]"),
+        ],
+        "data.validation.name",
+        "texts",
+        "texts have no prompts that could be sampled; use `tasks`, or set algorithm.validation.generate to",
+    ),
+    "the same files for validation": (
+        [
+            *("algorithm.name=sft", "data.train={name: texts, path: a, files: '*.txt'}"),
+            "data.validation={name: texts, path: a, files: '*.txt'}",
+        ],
+        "data.validation.path",
+        "a",
+        "training reads the same file; use another",
+    ),
     "an aggregation of no cross entropy": (
         ["algorithm.sft_aggregation=seq-mean-token-sum"],
         "algorithm.sft_aggregation",

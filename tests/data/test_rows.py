@@ -186,7 +186,7 @@ def test_a_wrong_generator_is_named(function: str, message: str) -> None:
 def test_a_folder_without_rows_and_a_broken_file_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(
-        DatasetError, match=r"holds no \.jsonl and no \.parquet files: name a file, or set `split`"
+        DatasetError, match=r"holds no \.jsonl, \.parquet and \.arrow files: name a file, or set `split`"
     ):
         tasks_of(path=tmp_path / "empty")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1")
@@ -256,18 +256,23 @@ for stream in (None, StreamConfig(size=30, window=8)):
     dataset = TasksDataset(name="tasks", path="org/sums", split="train", prompt_key="question", stream=stream)
     tasks = load_tasks(dataset, DataConfig(train=dataset))
     print(len(tasks), tasks[25].answer, tasks[3].answer)
+of_b = {"path": dataset.path.parent / "parts", "files": "b/*.parquet", "stream": None}
+some = dataset.model_copy(update=of_b)
+print(*(task.answer for task in load_tasks(some, DataConfig(train=some))))
 """
 
 
 def test_a_dataset_of_the_hub_is_downloaded_or_streamed(tmp_path: Path) -> None:
     write_parquet(tmp_path / "datasets" / "org" / "sums" / "train.parquet", 0, 30)
+    for name, start in (("a", 0), ("b", 10)):
+        write_parquet(tmp_path / "datasets" / "org" / "parts" / name / "rows.parquet", start, start + 2)
     with serving(tmp_path) as hub:
         environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
         command = [sys.executable, "-c", STREAMED]
         ended = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=300, check=False
         )
-    assert ended.stdout.split("\n")[:2] == ["30 26 4"] * 2, ended.stderr
+    assert ended.stdout.split("\n")[:3] == ["30 26 4", "30 26 4", "11 12"], ended.stderr
     assert any(request.startswith("GET /lfs/datasets/org/sums/train.parquet") for request in hub.requests)
     # Without the hub, what is in the cache is read, and of others only our error is seen, without retries.
     began = time.monotonic()

@@ -147,6 +147,13 @@ ALIGNED = NEMO_RL | {
     "distillation.max_num_steps": 30,
     "teachers": [{"model_name": "org/a"}],
     "data.train.dataset_name": "arrow_text",
+    "data.train.data_files": "texts/*.parquet",
+}
+_TAUGHT_BY_TWO = ALIGNED | {"teachers": [{"model_name": "org/a", "weight": 0.5}, {"model_name": "org/b"}]}
+_TEXTS_HELD_OUT = ALIGNED | {
+    "distillation.val_period": 5,
+    "data.validation.dataset_name": "arrow_text",
+    "data.validation.data_files": "others/*.parquet",
 }
 _TAUGHT_BY_MEGATRON = _DISTILLED | {"teacher.megatron_cfg.enabled": True}
 _STAGED = _TAUGHT_BY_MEGATRON | {"teacher.megatron_cfg.pipeline_model_parallel_size": 2}
@@ -247,6 +254,23 @@ CONTEXTS: dict[str, dict[str, Context]] = {
             False,
         ),
         "teachers": (ALIGNED, [{"model_name": "org/a"}], [{"model_name": "org/b", "weight": 0.5}]),
+        **{
+            f"data.{part}.{key}": (
+                base | ({f"data.{part}.data_files": "org/texts"} if key == "subset" else {}),
+                *two,
+            )
+            for part, base in (("train", ALIGNED), ("validation", _TEXTS_HELD_OUT))
+            for key, two in {
+                "data_files": ("one/*.parquet", "one/two.jsonl"),
+                "text_key": ("text", "content"),
+                "characters_per_sample": (16384, None),
+                "subset": ("one", "two"),
+            }.items()
+        },
+        "loss_fn.kd_loss_mode": (_TAUGHT_BY_TWO, "select_teacher", "averaged_logits"),
+        "loss_fn.sum_weights_metric": (_TAUGHT_BY_TWO, "ce", None),
+        "loss_fn.alpha": (_TAUGHT_BY_TWO | {"loss_fn.sum_weights_metric": "entropy"}, 1.0, 2.0),
+        "loss_fn.normalize_teacher_by_vocab": (_TAUGHT_BY_TWO, True, False),
         "loss_fn.gold_loss": (ALIGNED, True, False),
         "loss_fn.xtoken_loss": (ALIGNED | {"loss_fn.gold_loss": True}, True, False),
         "loss_fn.vocab_topk": (ALIGNED, 8192, 1024),

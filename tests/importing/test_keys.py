@@ -103,7 +103,19 @@ def test_every_mapped_key_changes_the_experiment(project: str) -> None:
 # Keys of free text, of which no value has a wrong type before files and models are looked up.
 _TEXT = (
     *("name", "path", "split", "project", "entity", "uri", "dir", "files", "file", "funcs", "modules"),
-    *("key", "model", "train", "validation", "template", "metric", "space_id", "config", "to", "logger"),
+    *(
+        "key",
+        "subset",
+        "model",
+        "train",
+        "validation",
+        "template",
+        "metric",
+        "space_id",
+        "config",
+        "to",
+        "logger",
+    ),
     *(
         "quant_cfg",
         "adapter_path",

@@ -10,11 +10,12 @@ import torch
 from nemorl.algorithms.aligned import AlignedLoss, AlignedTeacher
 from nemorl.algorithms.policy_losses import CrossEntropyLoss
 from nemorl.config.algorithm import AlignedDistillationConfig
+from nemorl.config.algorithm.aligned import TeacherScore
 from nemorl.data.aligned import Projection
 from nemorl.data.packed import PackedBatch
 from tests.megatron.cases import share
 from tests.megatron.examples import VOCABULARY, layout, policy_config, ragged_batch
-from tests.megatron.topk_cases import distilled
+from tests.megatron.topk_cases import combined, distilled, scores_of
 
 K = 11
 
@@ -137,3 +138,82 @@ def test_a_model_that_went_away_comes_back_to_its_teacher(pool, model, losses, n
     )
     first, last = (step.sums["loss/distillation"] for step in (found[2][3], found[2][-1]))
     assert last < 0.6 * first
+
+
+def texts_of_two_teachers() -> PackedBatch:
+    """Four texts, each for both teachers; the second one has fewer tokens of it, and other chunks.
+
+    The sequences of a text are neighbors in two data-parallel shares as in one.
+    """
+    batch = aligned_batch()
+    first = batch.select([0, 1, 0, 1, 2, 3, 2, 3])
+    second = first.spread([0, 0, 1, 1] * 2, torch.int64)
+    units = first.spread([0, 1, 0, 1, 2, 3, 2, 3], torch.int64)
+    assert first.chunks is not None
+    mask = first.loss_mask & ((second == 0) | (first.tokens % 5 > 0))
+    chunks = torch.where(mask, torch.where(second == 0, first.chunks, -1), -1)
+    for start, end in itertools.pairwise(first.cu_seqlens.tolist()):
+        if second[start]:
+            chunks[start:end][mask[start:end]] = torch.arange(int(mask[start:end].sum()))
+    weights = mask / mask.sum()
+    return replace(first, loss_mask=mask, weights=weights, chunks=chunks, teachers=second, units=units)
+
+
+SCORES: tuple[TeacherScore, ...] = ("cross_entropy", "entropy", "max_probability")
+
+
+@pytest.fixture(scope="module")
+def combinations(losses: list[AlignedLoss]) -> dict[TeacherScore, list[AlignedLoss]]:
+    """Of two teachers; the average compares the tokens that are chunks of both."""
+    (teacher,) = losses[0].teachers
+    both = replace(teacher, weight=0.5, name="a"), replace(teacher, name="b", scale=1.2)
+
+    def of(**combination: object) -> AlignedLoss:
+        given = losses[0].config.model_dump() | {"match_sft": False, "combination": combination}
+        return AlignedLoss(AlignedDistillationConfig.model_validate(given), both)
+
+    found = {score: [of(name="trust", score=score, sharpness=3.0)] for score in SCORES}
+    found["cross_entropy"] += [of(name="select"), of(name="average")]
+    return found
+
+
+@pytest.fixture(scope="module")
+def combined_alone(pool, model, combinations):
+    config = policy_config(model("llama")[1], layout=layout())
+    (found,) = pool.run(1, combined, config, texts_of_two_teachers(), 8, K, combinations)
+    return found
+
+
+@torch.no_grad()
+def test_teachers_score_each_text_by_its_tokens(pool, model):
+    """At temperature 1, by the logits of transformers."""
+    batch, (network, folder) = texts_of_two_teachers(), model("llama")
+    config = policy_config(folder, layout=layout())
+    (found,) = pool.run(1, scores_of, config, batch, 8, K, list(SCORES))
+    for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
+        places = [place for place in range(start + 1, end) if batch.loss_mask[place]]
+        log_p = network(batch.tokens[start:end][None]).logits[0].double().log_softmax(-1)
+        rows = log_p[[place - 1 - start for place in places]]
+        by_hand = {
+            "cross_entropy": float(rows.gather(1, batch.tokens[places][:, None]).mean()),
+            "entropy": float((rows.exp() * rows).sum(-1).mean()),
+            "max_probability": float(rows.exp().amax(-1).mean()),
+        }
+        for score, values in zip(SCORES, found, strict=True):
+            assert values[places].tolist() == pytest.approx([by_hand[score]] * len(places), abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    "where", [layout(cp=2, tp=2, sp=True), layout(pp=2, dp=2)], ids=lambda where: where.name
+)
+def test_layouts_combine_teachers_as_one_process(pool, model, combinations, combined_alone, where):
+    config, batch = policy_config(model("llama")[1], layout=where), texts_of_two_teachers()
+    run = pool.run(where.world_size, combined, config, batch, 4, K, combinations)
+    for mine in run:
+        for score, steps in mine.items():
+            for one, other in zip(steps, combined_alone[score], strict=True):
+                assert one.sums == pytest.approx(other.sums, rel=2e-4, abs=2e-5)
+                assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-3)
+                assert abs(other.sums["loss/distillation"]) > 1e-3
+    selected = combined_alone["cross_entropy"][1].sums
+    assert all(0 < selected[f"teachers/{name}/weight"] < 4 for name in "ab")

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemorl.algorithms.policy_losses import CrossEntropyLoss
+from nemorl.config.algorithm.aligned import TeacherScore
 from nemorl.config.generation import SamplingConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.losses import Loss, TrainStats
@@ -92,6 +94,53 @@ def distilled(
     steps = [worker.train(micro_batches, loss) for loss in losses]
     worker.close()
     return told.top_ids, told.top_logprobs, steps
+
+
+def combined(
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    config: PolicyConfig,
+    batch: PackedBatch,
+    per_micro_batch: int,
+    k: int,
+    losses: dict[TeacherScore, list[Loss]],
+) -> dict[TeacherScore, list[TrainStats]]:
+    """Updates by losses of each kind of score; the teachers are the model before them, moved once."""
+    worker = start_worker(rank, world_size, rendezvous, config)
+    mine = share(batch, rank, config)
+    micro_batches = partition(mine.num_sequences, per_micro_batch)
+    worker.load_batch(mine)
+    worker.train(micro_batches, CrossEntropyLoss())
+    found = {}
+    for score, of_score in losses.items():
+        worker.load_batch(mine)
+        worker.compute_top(micro_batches, k, score=score)
+        found[score] = [worker.train(micro_batches, loss) for loss in of_score]
+    worker.close()
+    return found
+
+
+def scores_of(
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    config: PolicyConfig,
+    batch: PackedBatch,
+    per_micro_batch: int,
+    k: int,
+    scores: list[TeacherScore],
+) -> list[Tensor]:
+    """The scores [n] of each kind of the model as a teacher, whose temperature is another one."""
+    worker = start_worker(rank, world_size, rendezvous, config, temperature=2.0)
+    worker.load_batch(batch)
+    found = []
+    for score in scores:
+        worker.compute_top(partition(batch.num_sequences, per_micro_batch), k, score=score)
+        assert worker.batch.teacher_scores is not None
+        found.append(worker.batch.teacher_scores)
+    worker.close()
+    return found
 
 
 def taught_by(

@@ -119,6 +119,14 @@ def test_an_aligned_teacher_has_tokens_of_its_own(configure: Configure, tmp_path
     assert [problem.field for problem in plan_run(samples, ROOMY).problems] == ["teachers.main.model_path"]
     aligned = "algorithm={name: aligned_distillation, num_steps: 10, batch_size: 8}"
     assert plan_run(configure(teacher, aligned), ROOMY).problems == ()
+    own = configure().policy.model_path
+    two = f"teachers={{main: {{model_path: {other}}}, own: {{model_path: {own}}}}}"
+    averages = configure(two, aligned, "algorithm.combination={name: average}")
+    (problem,) = plan_run(averages, ROOMY).problems
+    assert (problem.field, "name a model with the policy's tokenizer" in problem.fix) == (
+        "teachers.main.model_path",
+        True,
+    )
     (other / "tokenizer.json").unlink()
     (problem,) = plan_run(configure(teacher, aligned), ROOMY).problems
     assert "the folder holds no tokenizer.json" in problem.fix

@@ -28,7 +28,8 @@ def train(folder: Path, model: Path, name: str, **sections: Any) -> list[StepMet
     assert status == 0, output
     steps = lines(folder / name)
     experiment = load_experiment(folder / name / "config.yaml")
-    known = metric_names(experiment.algorithm, experiment.env, experiment.rewards, experiment.data)
+    sections = (experiment.algorithm, experiment.env, experiment.rewards, experiment.data)
+    known = metric_names(*sections, teachers=experiment.teachers)
     assert {metric for step in steps for metric in step.values} <= known
     return steps
 
@@ -127,7 +128,7 @@ def test_each_task_has_the_teacher_that_its_column_names(folder: Path, model: Pa
 
 
 def test_teachers_have_tokens_of_their_own(folder: Path, model: Path) -> None:
-    """One of digits and one of the policy's pairs of digits, each with a weight; validation has the loss."""
+    """One of digits and one of the policy's pairs of digits, weighed by text; validation has the loss."""
     pairs = folder / "pairs"
     everywhere = replace(PAIRS_OF_DIGITS, pattern=r"[0-9]{2}|[\s\S]")
     create_tiny_model(pairs, everywhere, hidden=32, ffn=64, heads=4, kv_heads=2)
@@ -140,7 +141,7 @@ def test_teachers_have_tokens_of_their_own(folder: Path, model: Path) -> None:
             "num_steps": 2,
             "batch_size": 7,
             "loss": {"name": "common_kl", "tokens": 20, "common": "likeliest"},
-            "teacher_weights": {"digits": 0.5},
+            "combination": {"name": "trust", "score": "cross_entropy"},
             "validation": {"at_end": True, "generate": False},
         },
         teachers={
@@ -153,7 +154,12 @@ def test_teachers_have_tokens_of_their_own(folder: Path, model: Path) -> None:
     # The policy is its own second teacher, and the 20 likeliest tokens of a text are compared.
     assert first["distillation/projected_kl"] == pytest.approx(0, abs=1e-5)
     assert first["distillation/common_kl"] > 1e-3
-    assert first["distillation/aligned"] == 1
+    assert first["distillation/aligned"] == first["teachers/digits/aligned"] == 1
+    assert first["teachers/digits/divergence"] > 1e-3
+    assert first["teachers/digits/weight"] + first["teachers/pairs/weight"] == pytest.approx(1)
+    assert 0 < first["teachers/digits/weight"] < 1
+    assert first["teachers/digits/weight"] != pytest.approx(0.5, abs=1e-3)
+    assert "validation/teachers/pairs/weight" in last
     assert last["validation/loss"] == pytest.approx(
         last["validation/loss/distillation"] + 0.1 * last["validation/loss/sft"], rel=1e-5
     )

@@ -57,12 +57,78 @@ class CommonKlLossConfig(AlignedLossBase):
 AlignedLossConfig = Annotated[ProjectedKlLossConfig | CommonKlLossConfig, Variants(ProjectedKlLossConfig)]
 
 
+TeacherScore = Literal["cross_entropy", "entropy", "max_probability"]
+
+
+class CombinationBase(Config):
+    uses_weights: ClassVar[bool] = True  # those of `teacher_weights`
+
+    @property
+    def measured(self) -> TeacherScore | None:
+        """What teachers say of themselves at each text; None if nothing depends on it."""
+        return None
+
+
+class SumConfig(CombinationBase):
+    """The divergences from all teachers are added."""
+
+    name: Literal["sum"] = "sum"
+    scale_by_vocabulary: bool = False
+    """Multiply the divergence from each teacher by the logarithm of the size of its vocabulary, over that of
+    the smallest one."""
+
+
+class TrustConfig(CombinationBase):
+    """They are added with weights for each text, by how certain or how right each teacher is there."""
+
+    uses_weights: ClassVar[bool] = False
+    name: Literal["trust"]
+    score: TeacherScore
+    """Mean over the text's tokens, as the teacher reads them: minus the cross entropy of the tokens, minus
+    the entropy, or the largest probability, each at temperature 1. Weights are the softmax over teachers."""
+    sharpness: float = 1.0
+    """Factor of the scores before the softmax."""
+    scale_by_vocabulary: bool = False
+    """Multiply scores and divergences of each teacher by the logarithm of the size of its vocabulary, over
+    that of the smallest one."""
+
+    @property
+    def measured(self) -> TeacherScore:
+        return self.score
+
+
+class SelectConfig(CombinationBase):
+    """Of each text the divergence from the teacher with the lowest mean cross entropy of its tokens."""
+
+    uses_weights: ClassVar[bool] = False
+    name: Literal["select"]
+
+    @property
+    def measured(self) -> TeacherScore:
+        return "cross_entropy"
+
+
+class AverageConfig(CombinationBase):
+    """One divergence, from the mean of the teachers' logits, whose shares are as `teacher_weights`.
+
+    The teachers have the policy's tokens. Those are compared that all of them compare, each side scaled to
+    sum to 1 over these.
+    """
+
+    name: Literal["average"]
+
+
+CombinationConfig = Annotated[SumConfig | TrustConfig | SelectConfig | AverageConfig, Variants(SumConfig)]
+TEACHER_METRICS = ("divergence", "weight", "aligned")  # of each of several, as `teachers/NAME/weight`
+
+
 class AlignedDistillationConfig(OfflineBase):
     """The answers of the training data, compared with teachers that have tokens of their own.
 
     Each text is encoded by the policy's tokenizer and by that of each teacher's folder, and compared chunk by
     chunk: a chunk ends where a token ends under both. All teachers read all texts. The loss is
-    `sft_coefficient * cross entropy + distillation_coefficient * sum over teachers of weight * divergence`.
+    `sft_coefficient * cross entropy + distillation_coefficient * sum over teachers of weight * divergence`;
+    `combination` has other ways to join several teachers.
     """
 
     keeps_teachers: ClassVar[bool] = True
@@ -72,6 +138,8 @@ class AlignedDistillationConfig(OfflineBase):
     """The divergence of policy and teacher, a mean over chunks."""
     teacher_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     """Weights of the divergences, by the teachers' names; 1 of those that are missing."""
+    combination: CombinationConfig = SumConfig()
+    """What of several teachers is learned."""
     distillation_coefficient: float = Field(1.0, ge=0)
     """Weight of the divergences."""
     sft_coefficient: float = Field(0.1, ge=0)
@@ -108,6 +176,23 @@ class AlignedDistillationConfig(OfflineBase):
             if name not in teachers:
                 fix = f"there is no such teacher; use one of {', '.join(teachers) or '`teachers`'}"
                 yield Problem(f"teacher_weights.{name}", weight, fix)
+
+    @check
+    def _several_teachers_are_combined(self, teachers: Teachers) -> Problems:
+        combination = self.combination
+        if len(teachers) == 1 and combination != SumConfig():
+            fix = "there is one teacher, and nothing to combine; remove this, or add teachers"
+            yield Problem("combination.name", combination.name, fix)
+        elif self.teacher_weights and not combination.uses_weights:
+            fix = f"the combination `{combination.name}` has no constant weights; remove this, or use `sum`"
+            yield Problem("teacher_weights", self.teacher_weights, fix)
+        if isinstance(combination, AverageConfig):
+            if teachers and not any(self.teacher_weights.get(name, 1.0) for name in teachers):
+                fix = "the mean of their logits is of no teacher; raise a weight"
+                yield Problem("teacher_weights", self.teacher_weights, fix)
+            if not isinstance(self.loss, ProjectedKlLossConfig):
+                fix = "a mean of logits is compared token by token, by `projected_kl`; use it"
+                yield Problem("loss.name", self.loss.name, fix)
 
     @check
     def _teachers_have_tokens_of_their_own(self, teachers: Teachers) -> Problems:

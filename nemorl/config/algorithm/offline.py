@@ -62,6 +62,7 @@ class OfflineBase(AlgorithmBase):
             "reasoning_gym",
             "arithmetic",
             "conversations",
+            "texts",
             "preference",
         )
 
