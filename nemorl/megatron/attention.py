@@ -278,8 +278,8 @@ class JoinedAttention(torch.autograd.Function):
 
 def _own_scores(query: Tensor, key: Tensor) -> Tensor:
     """[n, heads] float32 of each query with the key of its row."""
-    product = (query.float() * _of_queries(key, query)).sum(-1)
-    return product * query.shape[-1] ** -0.5
+    scores: Tensor = (query.float() * _of_queries(key, query)).sum(-1) * query.shape[-1] ** -0.5
+    return scores
 
 
 def _of_queries(x: Tensor, query: Tensor) -> Tensor:
