@@ -225,6 +225,7 @@ DRAFTING = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", DRAFTING)
 def test_the_plan_of_a_head_for_drafts_is_right_within_a_tenth(tmp_path: Path, case: str) -> None:
     layout, recompute = DRAFTING[case]
