@@ -48,6 +48,7 @@ def taught(decay: float, steps: int) -> tuple[Path, Path]:
         *COMMON,
         f"policy.model_path={FOLDER / 'untrained'}",
         f"policy.schedule.decay_steps={steps}",
+        f"policy.schedule.warmup_steps={min(20, steps // 5)}",
         f"policy.draft={{lr: 1e-3, step_decay: {decay}}}",
         f"algorithm.num_steps={steps}",
         f"checkpointing.period={steps}",
