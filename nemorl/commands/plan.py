@@ -474,8 +474,6 @@ def _numbers(text: str) -> list[int]:
 def _rehearse(arguments: Namespace) -> int:
     experiment, shape = load_planned(arguments.config, arguments.overrides)
     policy, world = experiment.policy, experiment.policy.layout.world_size
-    if policy.draft is not None:
-        raise UsageError("policy.draft: a rehearsal computes no head for drafts; add policy.draft=null")
     rates = HARDWARE["h100"]
     settled = fitting_recompute(experiment, shape, int(arguments.memory_gb * 1e9), rates)
     if settled is not experiment:

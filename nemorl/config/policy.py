@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # sections that depend on this module
 MomentType = Literal["float32", "bfloat16", "float16", "fp8"]
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj"]
 MOST_FURTHER_TOKENS = 8  # that multi-token prediction predicts
+MOST_DRAFT_STEPS = 8  # in which a head for drafts is trained
 _TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
@@ -442,6 +443,12 @@ class DraftHeadConfig(Config):
     field_level: ClassVar[FieldLevel] = "expert"
     lr: float = Field(1e-4, gt=0)
     """Learning rate of the head's own AdamW; it is constant."""
+    steps: int = Field(3, ge=1, le=MOST_DRAFT_STEPS)
+    """Tokens of a draft that are trained, the second and later ones from the head's own states. 3 is how many
+    engines draft if `generation.speculation.max_tokens` is left out; each step costs as much as the first."""
+    step_decay: float = Field(0.8, gt=0, le=1)
+    """Weight of a step's loss, as a multiple of that of the step before; 0.8 is that of the published code of
+    EAGLE-3."""
     layers: tuple[int, int, int] | None = None
     """After how many layers the policy's hidden states are taken, ascending. null: those of the head in
     `model_path`, or 2, half of all and all but 3, as in vLLM; the last three of fewer than 7 layers."""

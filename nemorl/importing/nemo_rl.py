@@ -359,6 +359,10 @@ _WITHOUT: tuple[Rule, ...] = (
         _OFF,
     ),
     Lost(("policy.draft.num_layers",), "a head for drafts has one layer", (None, False, 1)),
+    Lost(("policy.draft.speculator_type",), "a head for drafts is one of EAGLE-3", (None, "eagle3")),
+    Lost(
+        ("policy.draft.train_embed_and_head",), "the head's output matrix is trained, and embeddings are not"
+    ),
     Ignored(
         ("policy.draft.loss_weight",), "a head for drafts has an optimizer and a clipped norm of its own"
     ),

@@ -323,14 +323,22 @@ def further_tokens(x: Origin) -> Fields:
     return {"policy.multi_token_prediction": section}
 
 
-DRAFT_HEAD = tuple(f"policy.draft.{name}" for name in ("enabled", "model_name", "aux_layer_indices"))
+_OF_DRAFT_HEAD = (
+    *("enabled", "model_name", "aux_layer_indices", "learning_rate"),
+    *("ttt_steps", "ttt_step_loss_decay"),
+)
+DRAFT_HEAD = tuple(f"policy.draft.{name}" for name in _OF_DRAFT_HEAD)
 
 
 def draft_head(x: Origin) -> Fields:
     if not x.get("policy.draft.enabled", False):
         return {}
     x.changed("policy.draft.enabled", "its gradients are clipped by their own norm, not by the policy's")
-    section: dict[str, Any] = {"lr": float(x.get(f"{MEGATRON}.optimizer.lr", 1e-6))}
+    rate = x.get("policy.draft.learning_rate") or x.get(f"{MEGATRON}.optimizer.lr", 1e-6)
+    section: dict[str, Any] = {"lr": float(rate)}
+    section["steps"] = x.get("policy.draft.ttt_steps") or 1  # its Megatron back end trains one
+    if section["steps"] > 1:
+        section["step_decay"] = float(x.get("policy.draft.ttt_step_loss_decay", 1.0))
     if folder := x.get("policy.draft.model_name"):
         section["model_path"] = folder
     elif layers := x.get("policy.draft.aux_layer_indices"):  # numbers of layers, from 0

@@ -236,6 +236,57 @@ class _Attend(torch.autograd.Function):
         return None, *of_tokens, of_sinks.sum_to_size(sinks.shape)
 
 
+class JoinedAttention(torch.autograd.Function):
+    """A kernel's attention, joined by lse with keys and values that one query each sees.
+
+    `query` [n, heads, dim], `key` and `value` as the kernel has them; `own` are further keys, then as many
+    values, each [n, kv_heads, dim], whose row i only the query i sees. Returns [n, heads, dim].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, kernel: PackedKernel | TreeKernel, query: Tensor, key: Tensor, value: Tensor, *own: Tensor
+    ) -> Tensor:
+        out, lse = kernel.forward(query, key, value)
+        keys, values = own[: len(own) // 2], own[len(own) // 2 :]
+        scores = [_own_scores(query, each) for each in keys]
+        joined = torch.stack((lse, *scores)).logsumexp(0)
+        out = out * (lse - joined).exp().unsqueeze(-1).type_as(out)
+        for score, each in zip(scores, values, strict=True):
+            out += (score - joined).exp().unsqueeze(-1).type_as(out) * _of_queries(each, query)
+        ctx.save_for_backward(query, key, value, *own, out, joined)
+        ctx.kernel = kernel
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, *own, out, joined = ctx.saved_tensors
+        (grad,) = grads
+        of_query, of_key, of_value = ctx.kernel.backward(grad, query, key, value, out, joined)
+        mean = (grad.float() * out.float()).sum(-1)  # of the gradients of all shares, by query
+        of_keys, of_values = [], []
+        for own_key, own_value in zip(own[: len(own) // 2], own[len(own) // 2 :], strict=True):
+            share = (_own_scores(query, own_key) - joined).exp()
+            gain = (grad.float() * _of_queries(own_value, query)).sum(-1) - mean
+            of_score = (share * gain * query.shape[-1] ** -0.5).unsqueeze(-1).type_as(query)
+            of_query = of_query + of_score * _of_queries(own_key, query)
+            groups = own_key.shape[1], -1
+            of_keys.append((of_score * query).unflatten(1, groups).sum(2))
+            of_values.append((share.unsqueeze(-1).type_as(grad) * grad).unflatten(1, groups).sum(2))
+        return None, of_query, of_key, of_value, *of_keys, *of_values
+
+
+def _own_scores(query: Tensor, key: Tensor) -> Tensor:
+    """[n, heads] float32 of each query with the key of its row."""
+    scores: Tensor = (query.float() * _of_queries(key, query)).sum(-1) * query.shape[-1] ** -0.5
+    return scores
+
+
+def _of_queries(x: Tensor, query: Tensor) -> Tensor:
+    """[n, heads, dim] from keys or values [n, kv_heads, dim], each for the queries of its group."""
+    return x.repeat_interleave(query.shape[1] // x.shape[1], 1)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs `(i, i + dim / 2)` of `x` [N, heads, dim] by the angles of `RotaryTable.at`."""
     return _Rotate.apply(x, cos, sin)  # type: ignore[no-any-return]

@@ -1,11 +1,18 @@
 """Training of a head for drafts (`nemorl.models.eagle3`) on hidden states of a policy, which stays as it is.
 
 Hooks keep the embeddings and three hidden states of each micro-batch, without their gradients. On the last
-pipeline stage the head computes complete sequences of them, apart from the policy's graph: its loss is the
-mean, over the trained tokens of an optimizer step that have two tokens before them, of the cross entropy of
-its distribution q to the policy's own p at temperature 1,
+pipeline stage the head computes complete sequences of them, apart from the policy's graph, in one or several
+steps. A draft starts at each token. In step 1 the head takes the policy's states of this token, and in step k
+its own output of step k - 1 and the embedding of the token which that predicts, at k - 1 positions further.
+Its queries see what step 1 has of the tokens up to the draft's start, and the later steps of their own draft:
+what engines compute when they draft. The loss of step k is the mean, over the trained tokens of an optimizer
+step that have k + 1 tokens before them, of the cross entropy of the head's distribution q to the policy's own
+p at temperature 1,
 
     -sum_v p_v log q_v,    of which the gradient with respect to the logits of q is q - p.
+
+The steps' losses add up, that of step k times `step_decay` to the power of k - 1: the training-time test of
+EAGLE-3 (arXiv 2503.01840, 3.2).
 
 Tensor-parallel ranks hold copies of the head, and of its `lm_head` the rows of the tokens of which they hold
 those of the policy's. A head that drafts some of the tokens learns p of these alone.
@@ -35,7 +42,7 @@ from nemorl.models.rope import RotaryTable
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 
-from .attention import PackedAttention
+from .attention import JoinedAttention, PackedAttention, PackedKernel, TreeKernel, rotate
 from .checkpoint_files import read_draft
 from .device import DTYPES, packed_attention_kernel
 from .head import soft_cross_entropy
@@ -46,16 +53,49 @@ from .schedule import from_last_stage, sum_over_data_parallel
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _UPDATES = "updates"  # steps of the optimizer, in a checkpoint
-_AHEAD = 2  # tokens from the one whose state the head takes to the one that it predicts
+_AHEAD = 2  # tokens from the one whose state the head takes to the one that it predicts first
 
 
 @dataclass(frozen=True)
 class DraftInput:
-    """The sequences of a micro-batch that a rank computes; context-parallel ranks divide them."""
+    """Sequences of a micro-batch that a rank computes together; context-parallel ranks divide them.
+
+    They have at most `policy.micro_batch_tokens`, which those of a micro-batch exceed if they share prefixes.
+    """
 
     rows: Tensor  # [n] places of their tokens in the batch
-    predictors: Tensor  # [m] places among these, from which trained tokens are predicted
-    layout: PackedLayout | None  # None if there is no sequence, or nothing to predict
+    # By step [m] places among these, from whose drafts trained tokens are predicted; fewer in each step.
+    predictors: list[Tensor]
+    positions: Tensor  # [n] of the tokens in their sequences
+    layout: PackedLayout
+
+
+class DraftAttention:
+    """Attention of the steps of a micro-batch, called once in each: see `nemorl.models.eagle3.Attend`."""
+
+    def __init__(self, layout: PackedLayout, positions: Tensor, rotary: RotaryTable) -> None:
+        self._layout, self._positions, self._rotary = layout, positions, rotary
+        self._first: tuple[Tensor, Tensor] | None = None  # keys and values of step 1
+        self._keys: list[Tensor] = []  # of the later steps
+        self._values: list[Tensor] = []
+        self._attention = PackedAttention(rotates=False)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        layout = self._layout
+        if self._first is None:
+            assert layout.rotary is not None, "a packed layout carries its rotary angles"
+            query, key = rotate(query, *layout.rotary), rotate(key, *layout.rotary)
+            self._first = key, value
+            return self._attention(query, key, value, packed_seq_params=layout)  # type: ignore[no-any-return]
+        angles = self._rotary.at(self._positions + len(self._keys) + 1)
+        self._keys.append(rotate(key, *angles))
+        self._values.append(value)
+        kernel: PackedKernel | TreeKernel = TreeKernel(layout, None, None)
+        if layout.kernel_rows is not None:
+            kernel = PackedKernel(layout.kernel_rows, None, None, None)
+        own = (*self._keys, *self._values)
+        out: Tensor = JoinedAttention.apply(kernel, rotate(query, *angles), *self._first, *own)
+        return out.flatten(1)
 
 
 class DraftTraining:
@@ -83,10 +123,11 @@ class DraftTraining:
         self._captured: dict[int, list[Tensor]] = defaultdict(list)  # by the number of layers before
         for number, chunk in enumerate(chunks):
             self._attach(chunk, model.num_layers, number)
-        self._inputs: deque[DraftInput] = deque()
+        self._inputs: deque[list[DraftInput]] = deque()  # of each micro-batch
         self._finals: deque[Tensor] = deque()  # what the decoder returns, where stages wait for each other
-        self._count = 0.0  # predicted tokens of the optimizer step, of all ranks
-        self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, likeliest tokens that agree
+        self._counts = [0.0] * config.steps  # predicted tokens of the optimizer step, of all ranks, by step
+        # By step the sum of cross entropies, and the number of likeliest tokens that agree.
+        self._sums = torch.zeros(config.steps, 2, dtype=torch.float64, device=device)
         self._head: Eagle3Head | None = None
         if parallel_state.is_pipeline_last_stage():
             self._model, vocabulary = chunks[-1], chunks[-1].vocabulary
@@ -105,15 +146,18 @@ class DraftTraining:
             with torch.device("meta"):  # nothing is drawn from the process's generator
                 self._head = Eagle3Head(self._shape, max(count, 1))
             self._head.to_empty(device=device).draw(seed)
-            self._attention = PackedAttention()
             self._kernel = packed_attention_kernel(kernels.attention)
             self._rotary = RotaryTable(
                 *(self._shape.head_dim, self._shape.rope),
-                max_positions=policy.max_sequence_length,
+                # Drafts reach beyond the ends of sequences, where nothing is learned from them.
+                max_positions=policy.max_sequence_length + config.steps,
                 dtype=DTYPES[policy.precision],
                 device=device,
             )
-            self._optimizer = torch.optim.AdamW(self._head.parameters(), lr=config.lr, weight_decay=0.0)
+            # Weight by weight, without copies of all of them at a time.
+            self._optimizer = torch.optim.AdamW(
+                self._head.parameters(), lr=config.lr, weight_decay=0.0, foreach=False
+            )
 
     @torch.no_grad()
     def start(self) -> None:
@@ -133,14 +177,11 @@ class DraftTraining:
     def begin(self, made: Sequence[MicroBatch]) -> None:
         """Prepare the micro-batches of an optimizer step, before their passes."""
         self._sums.zero_()
-        predicted = [
-            (micro.batch.loss_mask & (micro.batch.position_ids >= _AHEAD)).nonzero().squeeze(1).cpu()
-            for micro in made
-        ]
-        count = torch.tensor(sum(map(len, predicted)), dtype=torch.float64)
-        self._count = float(sum_over_data_parallel(count, self._device))
+        predicted = [self._predicted(micro) for micro in made]
+        counts = torch.tensor([list(map(len, steps)) for steps in predicted], dtype=torch.float64).sum(0)
+        self._counts = sum_over_data_parallel(counts, self._device).tolist()
         if self._head is not None:
-            self._inputs = deque(map(self._input, made, predicted))
+            self._inputs = deque(map(self._inputs_of, made, predicted))
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -192,13 +233,19 @@ class DraftTraining:
         if self._head is not None:
             norm.copy_(self._update(self._head))
             dist.all_reduce(self._sums, group=_batch_group())
-        loss, agreed, grad_norm = from_last_stage(torch.stack((*self._sums, norm))).tolist()
-        count = max(self._count, 1.0)
-        return {
-            "draft/loss": loss / count,
-            "draft/accuracy": agreed / count,
-            "draft/grad_norm": grad_norm,
+        sums = from_last_stage(torch.cat((self._sums.flatten(), norm.unsqueeze(0)))).cpu()
+        counts = torch.tensor(self._counts, dtype=torch.float64).clamp(min=1)
+        means = sums[:-1].view(-1, 2) / counts.unsqueeze(1)
+        losses, accuracies = means.t().tolist()
+        metrics = {
+            "draft/loss": sum(loss * self._config.step_decay**step for step, loss in enumerate(losses)),
+            "draft/accuracy": accuracies[0],
+            "draft/grad_norm": float(sums[-1]),
         }
+        if len(losses) > 1:
+            for step, (loss, accuracy) in enumerate(zip(losses, accuracies, strict=True), 1):
+                metrics |= {f"draft/loss_{step}": loss, f"draft/accuracy_{step}": accuracy}
+        return metrics
 
     def tensors(self) -> Iterator[Tensor]:
         """What the rank holds between steps."""
@@ -277,50 +324,86 @@ class DraftTraining:
             hidden = output[0] if isinstance(output, tuple) else output
             self._captured[place].append(hidden.detach())
 
-    def _input(self, micro: MicroBatch, predicted: Tensor) -> DraftInput:
-        """`predicted` are the places in the batch of the tokens that are predicted, on the CPU."""
+    def _predicted(self, micro: MicroBatch) -> list[Tensor]:
+        """By step the places in the batch of the tokens that are predicted, on the CPU."""
+        trained, positions = micro.batch.loss_mask.cpu(), micro.batch.position_ids.cpu()
+        return [
+            (trained & (positions >= _AHEAD + step)).nonzero().squeeze(1)
+            for step in range(self._config.steps)
+        ]
+
+    def _inputs_of(self, micro: MicroBatch, predicted: Sequence[Tensor]) -> list[DraftInput]:
+        """What this rank computes; `predicted` as `_predicted` returns it."""
         share, starts = micro.layout.share, micro.batch.cu_seqlens.tolist()
         mine = range(share.rank, micro.batch.num_sequences, share.size)
-        of_sequences = [torch.arange(starts[s], starts[s + 1]) for s in mine]
-        rows = torch.cat(of_sequences) if of_sequences else torch.arange(0)
-        place = torch.full((micro.batch.num_tokens,), -1)
-        place[rows] = torch.arange(len(rows))
-        predictors = place[predicted - _AHEAD]
-        predictors = predictors[predictors >= 0]
-        rows, predictors = rows.to(self._device), predictors.to(self._device)
-        layout = None
-        if len(predictors):
-            angles = self._rotary.at(micro.batch.position_ids[rows])
-            layout = packed_layout([len(part) for part in of_sequences], angles, self._kernel)
-        return DraftInput(rows, predictors, layout)
+        together: list[list[int]] = []
+        room = 0
+        for sequence in mine:
+            length = starts[sequence + 1] - starts[sequence]
+            if length > room:
+                together.append([])
+                room = self._policy.micro_batch_tokens
+            together[-1].append(sequence)
+            room -= length
+        inputs = []
+        for sequences in together:
+            of_sequences = [torch.arange(starts[s], starts[s + 1]) for s in sequences]
+            rows = torch.cat(of_sequences)
+            place = torch.full((micro.batch.num_tokens,), -1)
+            place[rows] = torch.arange(len(rows))
+            predictors = [place[tokens - _AHEAD - step] for step, tokens in enumerate(predicted)]
+            predictors = [each[each >= 0].to(self._device) for each in predictors]
+            if len(predictors[0]):
+                rows = rows.to(self._device)
+                positions = micro.batch.position_ids[rows]
+                lengths = [len(part) for part in of_sequences]
+                layout = packed_layout(lengths, self._rotary.at(positions), self._kernel)
+                inputs.append(DraftInput(rows, predictors, positions, layout))
+        return inputs
 
     def _learn(self, states: Sequence[Tensor], micro: MicroBatch) -> None:
         """Add the gradients of a micro-batch; `states` are the embeddings, three states and the last one."""
-        assert self._head is not None, "the last stage has the head"
-        given, dtype = self._inputs.popleft(), DTYPES[self._policy.precision]
+        inputs = self._inputs.popleft()
         whole = [self._model.states_of_batch(state, micro) for state in states]
-        if given.layout is None:
-            return
-        embedded, *of_layers, final = (state.index_select(0, given.rows) for state in whole)
-        attend = partial(self._attend, given.layout)
-        with torch.enable_grad():
-            # Of the last token of a sequence, from which nothing is predicted, the next is of another one.
-            output = self._head(embedded.roll(-1, 0), torch.cat(of_layers, -1), attend)
-            output = output.index_select(0, given.predictors)
-        weight = self._head.lm_head.weight
-        found = soft_cross_entropy(
-            *(output.detach(), weight.detach().to(dtype)),
-            *(final.index_select(0, given.predictors + 1), self._output_weight()),
-            self._vocabulary,
-            chunk_tokens=self._model.chunk_tokens,
-        )
-        output.backward(found.grad_hidden / self._count)
-        gradient = found.grad_weight.div_(self._count)
-        weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
-        self._sums += torch.stack((found.loss, found.agreed))
+        for number, given in enumerate(inputs, 1):
+            of_rows = [state.index_select(0, given.rows) for state in whole]
+            if number == len(inputs):
+                whole.clear()
+            self._learn_from(of_rows, given)
 
-    def _attend(self, layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return self._attention(query, key, value, packed_seq_params=layout)  # type: ignore[no-any-return]
+    def _learn_from(self, states: list[Tensor], given: DraftInput) -> None:
+        """Take `states` [n, H] of the rows, and free them."""
+        head, dtype = self._head, DTYPES[self._policy.precision]
+        assert head is not None, "the last stage has the head"
+        embedded, *of_layers, final = states
+        together = torch.cat(of_layers, -1)
+        states.clear()
+        del of_layers
+        attend = DraftAttention(given.layout, given.positions, self._rotary)
+        weight = head.lm_head.weight
+        own_weight, target_weight = weight.detach().to(dtype), self._output_weight()
+        outputs, gradients = [], []
+        with torch.enable_grad():
+            hidden = head.combined(together)
+        for step, predictors in enumerate(given.predictors):
+            if not len(predictors):
+                break
+            with torch.enable_grad():
+                # Behind the end of a sequence, where nothing is predicted, the tokens are of another one.
+                hidden = head(embedded.roll(-1 - step, 0), hidden, attend)
+                outputs.append(head.norm(hidden).index_select(0, predictors))
+            found = soft_cross_entropy(
+                *(outputs[-1].detach(), own_weight),
+                *(final.index_select(0, predictors + 1 + step), target_weight),
+                self._vocabulary,
+                chunk_tokens=self._model.chunk_tokens,
+            )
+            count = self._counts[step] / self._config.step_decay**step
+            gradients.append(found.grad_hidden / count)
+            gradient = found.grad_weight.div_(count)
+            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+            self._sums[step] += torch.stack((found.loss, found.agreed))
+        torch.autograd.backward(outputs, gradients)
 
     @torch.no_grad()
     def _update(self, head: Eagle3Head) -> Tensor:
@@ -336,7 +419,7 @@ class DraftTraining:
         dist.all_reduce(squares[1:], group=parallel_state.get_tensor_model_parallel_group())
         norm = squares.sum().sqrt()
         limit = self._policy.max_grad_norm
-        if self._count and math.isfinite(norm):
+        if self._counts[0] and math.isfinite(norm):
             if limit is not None and norm > limit:
                 for gradient in gradients.values():
                     gradient.mul_(limit / (norm + 1e-6))

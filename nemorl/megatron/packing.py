@@ -21,6 +21,7 @@ from nemorl.device import has_dense_attention_with_lse
 from nemorl.models.kv_cache import CachedPass
 from nemorl.models.rope import RotaryTable
 from nemorl.models.shape import ModelShape
+from nemorl.plan.draft_training import DraftWork
 from nemorl.plan.utilization import ModelWork
 
 from .device import DTYPES, AttentionKernel, KernelRows, packed_attention_kernel
@@ -419,6 +420,7 @@ class MicroBatchMaker:
         )
         self.routes = shape.moe is not None
         self._work = ModelWork.of(shape, config.lora, config.multi_token_prediction)
+        self._drafts = DraftWork.of(config, shape)
         attends = self.kernel is not None or has_dense_attention_with_lse(device)
         # Further tokens after a shared beginning differ.
         self.shares_prefixes = config.share_prefixes and attends and not self._work.depth
@@ -473,7 +475,7 @@ class MicroBatchMaker:
             own=own.to(self.device),
             local_positions=place_here[real[own]].to(self.device),
             num_distinct=num_distinct,
-            flops=self._work.training(computed, num_scored),
+            flops=self._work.training(computed, num_scored) + self._draft_flops(selected),
             scoring_flops=(
                 self._work.scoring(computed, num_scored),
                 self._work.scoring(computed, num_scored, adapters=False),
@@ -484,6 +486,13 @@ class MicroBatchMaker:
                 for depth in range(1, self._work.depth + 1)
             ),
         )
+
+    def _draft_flops(self, batch: PackedBatch) -> float:
+        """Of the head for drafts, which computes complete sequences."""
+        if (work := self._drafts) is None:
+            return 0.0
+        drafted = [batch.loss_mask & (batch.position_ids > step) for step in range(1, work.steps + 1)]
+        return work.of_sequences(batch.lengths, int(torch.stack(drafted).sum()))
 
     def _further(
         self, depth: int, batch: PackedBatch, real: Tensor, held: Tensor, place_here: Tensor

@@ -6,9 +6,10 @@ low, a middle and a high number of layers, the head computes
     h[i] = W [a[i]; b[i]; c[i]]
     r[i] = h[i] + attention([norm(E[t[i + 1]]); norm(h[i])])        o[i] = r[i] + mlp(norm(r[i]))
 
-and softmax(lm_head(norm(o[i]))) predicts t[i + 2]. Positions and attention are those of the token i. The
-names of the weights are those that vLLM and TensorRT-LLM load; a folder has no embedding, so engines use the
-model's. `lm_head` may have the most frequent tokens only: row j is then that of the token j + d2t[j].
+and softmax(lm_head(norm(o[i]))) predicts t[i + 2]. Positions and attention are those of the token i. A draft
+continues with o[i] in place of h at the position i + 1, next to E[t[i + 2]], and so on. The names of the
+weights are those that vLLM and TensorRT-LLM load; a folder has no embedding, so engines use the model's.
+`lm_head` may have the most frequent tokens only: row j is then that of the token j + d2t[j].
 """
 
 import json
@@ -110,9 +111,16 @@ class Eagle3Head(nn.Module):
         rows = shape.draft_vocab_size if vocabulary_rows is None else vocabulary_rows
         self.lm_head = _Linear(shape.hidden_size, rows)
 
-    def forward(self, embedded: Tensor, states: Tensor, attend: Attend) -> Tensor:
-        """What `lm_head` takes [n, H], from embeddings of the next tokens [n, H] and states [n, 3 H]."""
-        return self.norm(self.midlayer(embedded, self.fc(states), attend))  # type: ignore[no-any-return]
+    def forward(self, embedded: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
+        """[n, H] before `norm`, with which a draft continues in place of `hidden`; see `combined`.
+
+        `embedded` [n, H] are embeddings of the next tokens.
+        """
+        return self.midlayer(embedded, hidden, attend)  # type: ignore[no-any-return]
+
+    def combined(self, states: Tensor) -> Tensor:
+        """`hidden` [n, H] of the first step, of the model's states [n, 3 H]."""
+        return self.fc(states)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def draw(self, seed: int) -> None:

@@ -22,9 +22,7 @@ from nemorl.config.policy import (
     SelectiveRecompute,
 )
 from nemorl.models.adapters import adapter_slices
-from nemorl.models.eagle3_shape import Eagle3Shape, head_shape
 from nemorl.models.family import LayerKind, Split, Stage, WeightRule
-from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 from nemorl.models.layout import (
     PolicyRank,
     has_own_head,
@@ -36,6 +34,7 @@ from nemorl.models.layout import (
 from nemorl.models.shape import Dim, ModelShape
 
 from . import cpu_memory
+from .draft_training import draft_activations, trained_head
 
 # Resident memory of a process with its imports and nothing else, as measured on a CPU.
 _POLICY_RUNTIME = 500_000_000
@@ -236,12 +235,9 @@ def stage_memory(
 
 def _draft_parameters(policy: PolicyConfig, shape: ModelShape, stage: int) -> int:
     """Weights of the head for drafts on a rank, which AdamW trains in float32."""
-    if (section := policy.draft) is None or stage < policy.layout.pipeline_parallel_size - 1:
+    head = trained_head(policy, shape)
+    if head is None or stage < policy.layout.pipeline_parallel_size - 1:
         return 0
-    try:
-        head = head_shape(shape, section.layers, section.model_path)
-    except (BrokenModelFolder, UnsupportedModel):  # refused by another check
-        head = Eagle3Shape.of(shape)
     return head.num_parameters(policy.layout.tensor_parallel_size)
 
 
@@ -306,6 +302,13 @@ def _step_memory(
         activations = cpu_memory.with_unused(activations)
     if last and algorithm.aligns_teachers:  # on every tensor-parallel rank
         logits += own_tokens * vocabulary * _FLOAT32 * _ALIGNED_COPIES
+    if (head := trained_head(policy, shape)) is not None:
+        activations = draft_activations(
+            *(head, policy, shape.num_layers, stage, tokens, num_micro_batches, item),
+            activations=activations,
+            waits=waits,
+            others=logits + head_gradient,
+        )
     return _StepMemory(gradients, activations, logits, head_gradient, kept.on_host * item)
 
 

@@ -198,7 +198,7 @@ def _shape_problems(experiment: Experiment, shape: ModelShape, *, training: bool
     if training:
         yield from _router_problems(policy, shape)
         yield from _mtp_problems(policy, shape)
-        yield from _draft_problems(policy, shape)
+        yield from _draft_problems(policy, shape, gpus=experiment.cluster.gpus_per_node > 0)
     if (lora := policy.lora) is None:
         return
     targets, possible = list(lora.targets), adaptable_projections(shape)
@@ -238,7 +238,7 @@ def _mtp_problems(policy: PolicyConfig, shape: ModelShape) -> Problems:
         yield Problem(f"{field}.depth", section.depth, fix)
 
 
-def _draft_problems(policy: PolicyConfig, shape: ModelShape) -> Problems:
+def _draft_problems(policy: PolicyConfig, shape: ModelShape, *, gpus: bool) -> Problems:
     """A head for drafts that the model cannot have, or that does not fit it."""
     if (section := policy.draft) is None or policy.head == "scalar":
         return
@@ -253,9 +253,12 @@ def _draft_problems(policy: PolicyConfig, shape: ModelShape) -> Problems:
         fix = f"{error}: name another folder, or null"
         yield Problem("policy.draft.model_path", str(section.model_path), fix)
         return
+    layers = head.layers
     if section.model_path is not None:
         yield from _draft_weight_problems(head, section.model_path)
-    layers = head.layers
+    if gpus and section.steps > 1 and policy.precision == "float32":
+        fix = "policy.precision is float32: on GPUs only the first step has a kernel for it; set it to 1"
+        yield Problem("policy.draft.steps", section.steps, fix)
     if not 0 <= layers[0] < layers[1] < layers[2] <= shape.num_layers:
         fix = f"name three different numbers from 0 to {shape.num_layers}, the layers of the model"
         yield Problem("policy.draft.layers", list(layers), fix)

@@ -68,7 +68,7 @@ class RunPlan:
         shares = policy.share_prefixes and policy.multi_token_prediction is None
         if isinstance(algorithm, OnlineBase) and shares:  # prompts are computed once a group
             lengths = lengths.packed(algorithm.num_generations_per_prompt)
-        return Training(policy, self.shape, self._policy_device, self.attained, lengths)
+        return Training(policy, self.shape, self._policy_device, self.attained, lengths, self.lengths)
 
     @cached_property
     def engine(self) -> Engine:

@@ -13,10 +13,18 @@ from functools import cached_property, lru_cache
 from statistics import NormalDist, fmean
 
 from nemorl.config.policy import AutoRecompute, PolicyConfig
+from nemorl.models.eagle3_shape import Eagle3Shape
 from nemorl.models.layout import stage_layers
 from nemorl.models.shape import ModelShape
 
 from .costs import Attained, Cost, at_least, message_cost, product_cost, roofline
+from .draft_training import (
+    DraftWork,
+    combined_product,
+    draft_attention_width,
+    step_products,
+    trained_head,
+)
 from .hardware import Hardware
 from .memory import offloaded_widths, stage_parameters
 from .operations import (
@@ -35,6 +43,8 @@ _HIDDEN_PASSES, _MLP_PASSES = 16, 3
 _QUANTILES = 64  # of lengths
 _LOGIT_BYTES = 16  # of a logit: written, read in float32, made a probability
 _ATTENTION_BACKWARD = 2.5  # products of FlashAttention's backward pass for one of its forward pass
+_FLOAT32 = 4
+_SENT_STATES = 4  # of a token, for the head for drafts, which the last stage has not computed
 _MAX_DRAWN = 256  # sequences of which micro-batches are made; more repeat these
 
 
@@ -155,11 +165,17 @@ class Training:
     hardware: Hardware
     attained: Attained
     lengths: Lengths
+    complete: Lengths | None = None  # of a head for drafts, where prefixes are shared in `lengths`
 
     def update(self, sequences: int) -> Cost:
         """An optimizer step on sequences of all copies."""
         batches = self._batches(sequences)
-        return self._passes(batches, backward=True) + self._optimizer
+        cost = self._passes(batches, backward=True) + self._optimizer
+        if (head := trained_head(self.policy, self.shape)) is None:
+            return cost
+        of_copy = math.ceil(sequences / self.policy.layout.data_parallel_size)
+        tokens = of_copy * self._drafted.sequence / batches.count
+        return cost + self._draft(head, tokens) * batches.count + self._draft_optimizer(head)
 
     def logprobs(self, sequences: int) -> Cost:
         """A forward pass over sequences of all copies."""
@@ -168,7 +184,12 @@ class Training:
     def operations(self, sequences: int) -> float:
         """Of the model for training on these, forward and backward, without what is recomputed."""
         of_token = forward_products(self.shape) + forward_attention(self.shape, self.lengths.seen)
-        return 3 * of_token * sequences * self.lengths.sequence
+        work = 3 * of_token * sequences * self.lengths.sequence
+        if (draft := DraftWork.of(self.policy, self.shape)) is not None:
+            tokens = sequences * self._drafted.sequence
+            predicted = draft.steps * tokens * self._predicted
+            work += draft.training(tokens, tokens * self._drafted.seen, predicted)
+        return work
 
     @property
     def offload(self) -> Cost:
@@ -307,6 +328,68 @@ class Training:
         logits = roofline(0.0, rows * part.columns * _LOGIT_BYTES, self.hardware, self.attained)
         cost = self._product(rows, part, 1) + logits
         return cost + self._gradients(rows, part, 1) + logits if backward else cost
+
+    @property
+    def _drafted(self) -> Lengths:
+        return self.complete or self.lengths
+
+    @property
+    def _predicted(self) -> float:
+        """Share of the tokens that a draft is trained to predict, in each step."""
+        return min(self._drafted.response, self._drafted.limit) / self._drafted.sequence
+
+    def _draft(self, head: Eagle3Shape, tokens: float) -> Cost:
+        """The head for drafts on a micro-batch of a copy, both ways, after the policy's passes.
+
+        Tensor-parallel ranks compute the layer each, and their own part of the logits; the policy's are
+        computed again. Other stages wait. States come to the last stage from the others.
+        """
+        assert self.policy.draft is not None, "the policy trains a head"
+        layout, steps = self.policy.layout, self.policy.draft.steps
+        rows = tokens / layout.context_parallel_size
+
+        def product(rows: float, part: Product) -> Cost:
+            return product_cost(rows, part, self.hardware, self.attained)
+
+        def both_ways(rows: float, part: Product, *, of_input: bool = True) -> Cost:
+            cost = product(rows, part)
+            if of_input:
+                cost += product(rows, Product(part.module, part.columns, part.inner))
+            return cost + product(part.inner, Product(part.module, max(1, round(rows)), part.columns))
+
+        step, back = Cost(), 1 + _ATTENTION_BACKWARD
+        for part in step_products(head):
+            step += both_ways(rows, part)
+        work = 2 * rows * (self._drafted.seen + (steps - 1) / 2) * draft_attention_width(head)
+        step += Cost(compute=back * work / (self.hardware.operations * self.attained.attention))
+        elements = rows * (_HIDDEN_PASSES * head.hidden_size + _MLP_PASSES * 2 * head.ffn_hidden_size)
+        moved = 3 * elements * self.hardware.element_bytes
+        step += roofline(0.0, moved, self.hardware, self.attained)
+        predicted = rows * self._predicted
+        of_head = Product("projections", head.hidden_size, head.draft_vocab_size, "columns")
+        of_head = of_head.on_rank(layout.tensor_parallel_size)
+        logits = 3 * predicted * of_head.columns * _LOGIT_BYTES
+        step += both_ways(predicted, of_head) + product(predicted, of_head)
+        step += roofline(0.0, logits, self.hardware, self.attained)
+        cost = at_least(step, 3 * self.attained.launch) * steps
+        cost += both_ways(rows, combined_product(head), of_input=False)
+        if layout.pipeline_parallel_size > 1:
+            parts = layout.tensor_parallel_size if layout.sequence_parallel else 1
+            sent = _SENT_STATES * rows / parts * head.hidden_size * self.hardware.element_bytes
+            span = min(layout.world_size, 2 * layout.stage_size)
+            cost += message_cost(sent, span, self.hardware, self.attained, count=_SENT_STATES)
+        return cost
+
+    def _draft_optimizer(self, head: Eagle3Shape) -> Cost:
+        """The sum of the head's gradients over all copies, and its step, which each rank takes."""
+        layout = self.policy.layout
+        size = _FLOAT32 * head.num_parameters(layout.tensor_parallel_size)
+        copies = layout.data_parallel_size * layout.context_parallel_size
+        span = layout.stage_size if copies > 1 else 1
+        sent = 2 * size * (copies - 1) / copies
+        # Weights and two moments are read and written, gradients read for their norm and the step.
+        stepped = roofline(0.0, 8 * size, self.hardware, self.attained)
+        return stepped + message_cost(sent, span, self.hardware, self.attained, count=2)
 
     def _messages(self, tokens: float, layers: list[int]) -> Cost:
         """Of one direction, for a micro-batch of a copy."""

@@ -170,7 +170,8 @@ class Execution(TorchDispatchMode):
         if func is aten._pin_memory.default:
             return self._pin(args[0])
         is_pinned = kwargs.pop("pin_memory", False)
-        is_large = func in _FACTORIES and _elements(args[0]) > _MAX_REAL
+        has_data = str(kwargs.get("device")) != "meta"
+        is_large = has_data and func in _FACTORIES and _elements(args[0]) > _MAX_REAL
         result = self._fake_call(func, args, kwargs) if is_large else func(*args, **kwargs)
         if is_pinned:
             result._is_pinned = True

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from nemorl.config.experiment import Experiment
-from nemorl.models.hf_config import INDEX_FILE
+from nemorl.models.eagle3 import D2T
+from nemorl.models.eagle3_shape import head_shape
+from nemorl.models.hf_config import INDEX_FILE, read_json_object
 from nemorl.models.layout import hf_tensors
 from nemorl.models.registry import load_shape, model_config, policy_shape
 from nemorl.models.shape import ModelShape
@@ -33,11 +35,15 @@ _FILE_BYTES = 5 * 10**9  # of weights in a file, as usual; readers map files who
 
 def write_hollow_model(folder: Path, config: Mapping[str, Any], shape: ModelShape) -> None:
     """Write safetensors of the model's size in which every weight reads as 0; `config` is its config.json."""
+    _write_hollow(folder, config, hf_tensors(shape))
+
+
+def _write_hollow(folder: Path, config: Mapping[str, Any], tensors_of: Mapping[str, tuple[int, ...]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
     files: dict[str, str] = {}
     total = 0
-    for number, tensors in enumerate(_parts(hf_tensors(shape))):
+    for number, tensors in enumerate(_parts(tensors_of)):
         name = f"model-{number:05}.safetensors"
         header: dict[str, object] = {}
         offset = 0
@@ -79,6 +85,14 @@ def hollow(experiment: Experiment) -> Iterator[Experiment]:
         with_mtp = trains or experiment.generation.drafts_by_mtp
         write_hollow_model(model, model_config(source), load_shape(source, with_mtp=with_mtp))
         policy = experiment.policy.model_copy(update={"model_path": model})
+        if policy.draft is not None and (source_of_head := policy.draft.model_path) is not None:
+            of_head = head_shape(load_shape(source), policy.draft.layers, source_of_head)
+            # Zeros in d2t name the first tokens of the model.
+            tensors = of_head.tensors() | {D2T: (of_head.draft_vocab_size,)}
+            head = Path(folder) / "head"
+            _write_hollow(head, read_json_object(source_of_head / "config.json"), tensors)
+            draft = policy.draft.model_copy(update={"model_path": head})
+            policy = policy.model_copy(update={"draft": draft})
         cluster = experiment.cluster
         if not cluster.gpus_per_node:
             cluster = cluster.model_copy(update={"gpus_per_node": 1})
@@ -153,6 +167,11 @@ KNOWN_WAITS = (
     KnownWait("megatron/schedule.py", "logprob_gap", "metrics"),
     KnownWait("megatron/moe.py", "begin_step", "the numbers of sequences and tokens of a step"),
     KnownWait("megatron/moe.py", "end_step", "metrics of the experts"),
+    # Of a head for drafts, once for each micro-batch before all passes, or once in a call
+    KnownWait("megatron/draft.py", "_predicted", "the tokens that drafts are trained to predict"),
+    KnownWait("megatron/draft.py", "_inputs_of", "the sequences of a micro-batch"),
+    KnownWait("megatron/draft.py", "_update", "the gradient norm of the head for drafts"),
+    KnownWait("megatron/draft.py", "end", "metrics"),
     # On the way to an engine, and in it
     KnownWait("weights/shared_memory.py", "synchronize", "a bucket is complete before the other side reads"),
     KnownWait("weights/messages.py", "read_fingerprints", "fingerprints, all at once"),

@@ -93,7 +93,10 @@ class Load:
 
     @classmethod
     def of(cls, experiment: Experiment, stage: int) -> "Load":
-        """As many micro-batches as a stage has in flight, or as the step has."""
+        """As many micro-batches as a stage has in flight, or as the step has.
+
+        All of the step where stages keep the states of all for a head for drafts.
+        """
         policy, layout = experiment.policy, experiment.policy.layout
         longest = policy.max_sequence_length
         sequences = -(-max(1, experiment.algorithm.sequences_per_update) // layout.data_parallel_size)
@@ -101,6 +104,8 @@ class Load:
         stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_parallel_size
         in_flight = stages - stage if chunks == 1 else 2 * stages
         number = max(1, min(-(-sequences // together), in_flight))
+        if policy.draft is not None and stages > 1:
+            number = -(-sequences // together)
         if chunks > 1:  # which the interleaved schedule requires
             number = max(number, stages)
         order = range(number * together)
@@ -150,11 +155,10 @@ class PolicyRehearsal:
         else:
             with self._phase("logprobs"):
                 worker.compute_logprobs(some, old=True, reference=self._keeps_reference)
-        if not self._is_last:
-            text = torch.frombuffer(bytearray(_METRICS), dtype=torch.uint8)
-            self._execution.others.broadcasts.extend([torch.tensor([len(text)]), text])
         with self._phase("train"):
-            worker.train(load.micro_batches, self._loss())
+            # The head for drafts has its optimizer's moments from the second step on.
+            for _ in range(1 if self._policy.draft is None else 2):
+                self._train(worker, load)
         if worker.activations is not None:
             self.report.activations_on_host = worker.activations.buffers.num_bytes
         if self._experiment.generation.takes_weights:
@@ -173,6 +177,12 @@ class PolicyRehearsal:
             with self._phase("onload"):
                 worker.onload()
         return self.report
+
+    def _train(self, worker: PolicyWorker, load: Load) -> None:
+        if not self._is_last:
+            text = torch.frombuffer(bytearray(_METRICS), dtype=torch.uint8)
+            self._execution.others.broadcasts.extend([torch.tensor([len(text)]), text])
+        worker.train(load.micro_batches, self._loss())
 
     def _build(self) -> PolicyWorker:
         with self._phase("build"):
@@ -217,6 +227,8 @@ class PolicyRehearsal:
         memory.label("reference", getattr(worker._reference, "tensors", list)())
         memory.label("weights", (b.param_data for b in buffers if b.param_data is not None))
         memory.label("weights", chain(*(m.parameters() for m in modules), *(m.buffers() for m in modules)))
+        if worker._draft is not None:
+            memory.label("weights", worker._draft.tensors())
 
     def _hidden_shape(self, load: Load) -> tuple[int, int, int]:
         """Of the hidden states of a micro-batch between stages: all micro-batches are equal."""

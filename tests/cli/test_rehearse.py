@@ -45,7 +45,6 @@ def test_json_has_every_peak_and_wait(nemorl: Nemorl, tmp_path: Path) -> None:
         (("--ranks", "4"), "rank 4 does not exist, the layout has 1 ranks from 0"),
         (("--ranks", "first"), "'first': expected integers"),
         (("policy.layout={tensor_parallel_size: 3}",), "it must divide the model's 8 attention heads"),
-        (("policy.draft={}",), "a rehearsal computes no head for drafts; add policy.draft=null"),
         (("policy.model_path=org/absent",), "run `hf download org/absent` where there is a network"),
         (("policy.model_path=absent",), "policy.model_path = absent  (command line)"),
     ],

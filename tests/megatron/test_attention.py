@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nemorl.data.prefixes import Segment, prefix_tree
-from nemorl.megatron.attention import DenseKernel, PackedAttention, rotate
+from nemorl.megatron.attention import DenseKernel, JoinedAttention, PackedAttention, TreeKernel, rotate
 from nemorl.megatron.device import KernelRows, packed_attention_kernel
 from nemorl.megatron.packing import PackedLayout, Rows, packed_layout
 from nemorl.models.rope import RotaryTable, inverse_frequencies
@@ -545,3 +545,38 @@ def test_tokens_of_rows_with_padding_get_their_own_gradients():
     assert torch.equal(rows.packed(dense), packed[1:6])
     (found,) = torch.autograd.grad(rows.packed(dense), dense, back)
     assert torch.equal(found, by_matrix(torch.cat((torch.zeros(1, 2, 4), back, torch.zeros(1, 2, 4)))))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_keys_of_single_queries_join_those_of_their_sequence(count):
+    """By one softmax over all keys in float64, outputs and gradients; sequences in several buckets."""
+    lengths = [2, 5, 7, 40, 44]
+    generator = torch.Generator().manual_seed(7)
+
+    def drawn(heads):
+        return torch.randn(sum(lengths), heads, DIM, generator=generator).requires_grad_()
+
+    query, given = drawn(HEADS), [drawn(KV_HEADS) for _ in range(2 + 2 * count)]
+    layout = packed_layout(lengths, table().at(torch.zeros(sum(lengths), dtype=torch.int64)), None)
+    assert len(layout.buckets) > 1
+    found = JoinedAttention.apply(TreeKernel(layout, None, None), query, *given)
+
+    of_query, *others = (x.double().transpose(0, 1) for x in (query, *given))
+    others = [x.repeat_interleave(HEADS // KV_HEADS, 0) for x in others]
+    (key, value), keys, values = others[:2], others[2 : 2 + count], others[2 + count :]
+    scores = of_query @ key.transpose(1, 2)
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    sees = (sequence[:, None] == sequence) & torch.ones_like(scores[0]).tril().bool()
+    own = torch.stack([(of_query * each).sum(-1) for each in keys], -1)
+    shares = torch.cat((scores.masked_fill(~sees, -torch.inf), own), -1).mul(DIM**-0.5).softmax(-1)
+    expected = shares[..., : sum(lengths)] @ value
+    for number, each in enumerate(values):
+        expected = expected + shares[..., sum(lengths) + number, None] * each
+    expected = expected.transpose(0, 1)
+    torch.testing.assert_close(found, expected.float(), atol=1e-5, rtol=1e-4)
+
+    upstream = torch.randn(found.shape, generator=generator)
+    mine = torch.autograd.grad(found, (query, *given), upstream)
+    theirs = torch.autograd.grad(expected, (query, *given), upstream.double())
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)

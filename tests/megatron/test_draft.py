@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from nemorl.config.policy import LayoutConfig, PolicyConfig
@@ -25,10 +26,10 @@ from nemorl.models.registry import load_shape
 from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
 from tests.megatron.cases import LOSS, LOSS_WITHOUT_REFERENCE, partition, share, start_worker
-from tests.megatron.examples import layout, policy_config, ragged_batch
-from tests.models.draft_heads import head_logits, states_of
+from tests.megatron.examples import MAX_LENGTH, layout, policy_config, ragged_batch
+from tests.models.draft_heads import draft_logits, states_of
 
-DRAFT = {"lr": 3e-3}
+DRAFT = {"lr": 3e-3}  # in three steps
 
 
 def expected(
@@ -36,51 +37,94 @@ def expected(
     shape: Eagle3Shape,
     weights: dict[str, Tensor],
     batch: PackedBatch,
+    steps: int,
     ids: list[int] | None = None,
-) -> tuple[Tensor, float]:
-    """The mean cross entropy in float64, and the share of tokens whose likeliest next token is the same.
+) -> tuple[Tensor, list[float]]:
+    """The loss in float64, and by step the share of tokens whose likeliest next token is the same.
 
     With `ids` these are the tokens that the head drafts.
     """
-    entropies, agreed = [], []
+    entropies: list[list[Tensor]] = [[] for _ in range(steps)]
+    agreed: list[list[Tensor]] = [[] for _ in range(steps)]
     embedding = model.get_input_embeddings().weight.detach().double()
     for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
         tokens, mask = batch.tokens[start:end], batch.loss_mask[start:end]
         states, logits = states_of(model, tokens, shape.layers)
-        own = head_logits(shape, weights, embedding[tokens[1:]], states[:-1].double())
+        drafted = draft_logits(shape, weights, embedding[tokens[1:]], states[:-1].double(), steps)
         target = logits[:, ids or slice(None)].double().softmax(-1)
-        for place in range(2, end - start):
-            if mask[place]:
-                entropies.append(-(target[place - 1] * own[place - 2].log_softmax(-1)).sum())
-                agreed.append(own[place - 2].argmax() == target[place - 1].argmax())
-    return torch.stack(entropies).mean(), float(torch.stack(agreed).float().mean())
+        for step, own in enumerate(drafted):
+            for place in range(2 + step, end - start):
+                if mask[place]:
+                    row = own[place - 2 - step]
+                    entropies[step].append(-(target[place - 1] * row.log_softmax(-1)).sum())
+                    agreed[step].append(row.argmax() == target[place - 1].argmax())
+    loss = sum(0.8**step * torch.stack(of_step).mean() for step, of_step in enumerate(entropies))
+    assert isinstance(loss, Tensor)
+    return loss, [float(torch.stack(of_step).float().mean()) for of_step in agreed]
 
 
 @pytest.mark.parametrize(
-    ("family", "layers"),
-    [("llama", None), ("llama-tied", (0, 1, 4)), ("qwen3", (1, 2, 3)), ("mixtral", None)],
+    ("family", "layers", "steps"),
+    [
+        ("llama", None, 1),
+        ("llama", None, 4),
+        ("llama-tied", (0, 1, 4), 2),
+        ("qwen3", (1, 2, 3), 3),
+        ("mixtral", None, 3),
+    ],
 )
-def test_loss_and_gradients_are_those_of_the_formula(start_here, model, family, layers):
+def test_loss_and_gradients_are_those_of_the_formula(start_here, model, family, layers, steps):
     theirs, folder = model(family)
-    config = policy_config(folder, draft=DRAFT | {"layers": layers}, max_grad_norm=None)
+    config = policy_config(folder, draft=DRAFT | {"layers": layers, "steps": steps}, max_grad_norm=None)
     worker = start_here(config)
     shape = Eagle3Shape.of(load_shape(folder), layers)
     before = {name: values.double() for name, values in worker._draft.state().items() if name != "updates"}
     weights = {name: values.clone().requires_grad_() for name, values in before.items()}
     batch = ragged_batch()
-    loss, accuracy = expected(theirs, shape, weights, batch)
+    loss, accuracies = expected(theirs, shape, weights, batch, steps)
     gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
 
     worker.load_batch(batch)
     step = worker.train(partition(batch.num_sequences, 3), LOSS_WITHOUT_REFERENCE)
     norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
     assert step.draft["draft/loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
-    assert step.draft["draft/accuracy"] == pytest.approx(accuracy)
+    assert step.draft["draft/accuracy"] == pytest.approx(accuracies[0])
+    by_step = [step.draft.get(f"draft/accuracy_{number + 1}") for number in range(steps)]
+    assert by_step == ([None] if steps == 1 else pytest.approx(accuracies))
     assert step.draft["draft/grad_norm"] == pytest.approx(norm, rel=1e-4)
     state = worker._draft.state()
     for name, gradient in gradients.items():
         # Adam's first moment is a tenth of the first gradient.
         torch.testing.assert_close(state[f"exp_avg.{name}"] * 10, gradient.float(), atol=1e-5, rtol=1e-4)
+
+
+def test_torch_counts_the_operations_of_the_head(start_here, model):
+    """What `flops` has more with a head, next to the products of torch; attention is counted by hand."""
+    folder, batch, steps = model("llama")[1], ragged_batch(), 3
+    flops, products = [], []
+    for draft in (None, DRAFT):
+        worker = start_here(policy_config(folder, draft=draft))
+        worker.load_batch(batch)
+        with FlopCounterMode(display=False) as counter:
+            stats = worker.train(partition(batch.num_sequences, 3), LOSS_WITHOUT_REFERENCE)
+        worker.close()
+        flops.append(stats.flops)
+        counts = {str(name): count for name, count in counter.get_flop_counts()["Global"].items()}
+        products.append(counts["aten.mm"])
+    shape = Eagle3Shape.of(load_shape(folder))
+    predicted = sum(int((batch.loss_mask & (batch.position_ids >= 2 + step)).sum()) for step in range(steps))
+    of_logits = 2 * predicted * shape.hidden_size * shape.vocab_size
+    # The policy's logits again are no operations of the model, and torch has no count of `addmm_`, by which
+    # the gradient of the output matrix is summed.
+    counted = products[1] - products[0] - of_logits + of_logits
+    seen = sum(
+        start + 1 + step
+        for first, end in itertools.pairwise(batch.cu_seqlens.tolist())
+        for start in range(end - first)
+        for step in range(steps)
+    )
+    attention = 3 * 2 * 2 * shape.num_attention_heads * shape.head_dim * seen
+    assert flops[1] - flops[0] == counted + attention
 
 
 def test_bfloat16_learns_from_the_same_distribution(start_here, model):
@@ -89,7 +133,7 @@ def test_bfloat16_learns_from_the_same_distribution(start_here, model):
     worker = start_here(policy_config(folder, draft=DRAFT, precision="bfloat16"))
     state = worker._draft.state()
     weights = {name: values.double() for name, values in state.items() if name != "updates"}
-    loss, _ = expected(theirs, Eagle3Shape.of(load_shape(folder)), weights, ragged_batch())
+    loss, _ = expected(theirs, Eagle3Shape.of(load_shape(folder)), weights, ragged_batch(), steps=3)
     worker.load_batch(ragged_batch())
     step = worker.train(partition(8, 3), LOSS_WITHOUT_REFERENCE)
     # The states of a policy of 4 layers are within about 1% of those in float32.
@@ -171,12 +215,33 @@ def test_the_policy_is_the_one_without_a_head_to_the_bit(pool, model):
     assert head["updates"] == 2
 
 
+def test_a_micro_batch_with_more_tokens_is_computed_in_parts(start_here, model):
+    """As one whose sequences share prefixes, which the policy computes once and the head does not."""
+    batch, found = ragged_batch(), []
+    for limit in (batch.num_tokens, MAX_LENGTH):
+        worker = start_here(policy_config(model("llama")[1], draft=DRAFT, micro_batch_tokens=limit))
+        worker.load_batch(batch)
+        micro = worker._maker.make(worker.batch, list(range(batch.num_sequences)))
+        parts = len(worker._draft._inputs_of(micro, worker._draft._predicted(micro)))
+        stats = worker.train(partition(batch.num_sequences, batch.num_sequences), LOSS_WITHOUT_REFERENCE)
+        found.append((parts, stats.draft, worker._draft.state()))
+        worker.close()
+    (whole, expected_stats, state), (parts, stats, of_parts) = found
+    assert whole == 1
+    assert parts > 1
+    assert stats == pytest.approx(expected_stats, rel=1e-5)
+    for name, values in state.items():
+        if name.startswith("exp_avg."):  # a tenth of the gradient
+            torch.testing.assert_close(of_parts[name], values, atol=1e-6, rtol=1e-4)
+
+
 def test_accuracy_rises(start_here, model):
     worker = start_here(policy_config(model("llama")[1], draft={"lr": 3e-3}))
     worker.load_batch(ragged_batch())
     micro_batches = partition(8, 3)
     steps = [worker.train(micro_batches, LOSS_WITHOUT_REFERENCE).draft for _ in range(40)]
-    assert steps[-1]["draft/accuracy"] > steps[0]["draft/accuracy"] + 0.2
+    for number in (1, 2, 3):
+        assert steps[-1][f"draft/accuracy_{number}"] > steps[0][f"draft/accuracy_{number}"] + 0.2
     assert steps[-1]["draft/loss"] < steps[0]["draft/loss"] - 0.3
 
 
@@ -199,11 +264,11 @@ def test_a_head_of_some_tokens_learns_their_distribution(pool, model, tmp_path, 
     shape = some_tokens(tmp_path / "head", Eagle3Shape.of(load_shape(folder)), ids, folder)
     given = load_file(tmp_path / "head" / "model.safetensors")
     weights = {name: values.double() for name, values in given.items() if name != "d2t"}
-    loss, accuracy = expected(theirs, shape, weights, ragged_batch(seed=0), ids)
+    loss, accuracies = expected(theirs, shape, weights, ragged_batch(seed=0), 3, ids)
     config = policy_config(folder, layout=where, draft={"model_path": tmp_path / "head"})
     for steps, _, head in pool.run(where.world_size, steps_of, config, 3, 1):
         assert steps[0].draft["draft/loss"] == pytest.approx(float(loss), rel=1e-5)
-        assert steps[0].draft["draft/accuracy"] == pytest.approx(accuracy)
+        assert steps[0].draft["draft/accuracy_3"] == pytest.approx(accuracies[2])
         assert torch.equal(head["d2t"], given["d2t"])
 
 

@@ -33,14 +33,24 @@ def states_of(model: PreTrainedModel, tokens: Tensor, layers: tuple[int, ...]) -
 
 
 def head_logits(shape: Eagle3Shape, w: Mapping[str, Tensor], embedded: Tensor, states: Tensor) -> Tensor:
-    """[n, V] from embeddings of the next tokens [n, H] and states [n, 3 H] of a sequence; rope unscaled."""
-    count, dim = len(states), shape.head_dim
+    """[n, V] of the first step of `draft_logits`."""
+    return draft_logits(shape, w, embedded, states, 1)[0]
+
+
+def draft_logits(
+    shape: Eagle3Shape, w: Mapping[str, Tensor], embedded: Tensor, states: Tensor, steps: int
+) -> list[Tensor]:
+    """By step k from 0 [n - k, V], of the drafts that start at each token of a sequence; rope unscaled.
+
+    From embeddings of the next tokens [n, H] and states [n, 3 H]. All keys of all steps lie side by side, and
+    a mask says which of them a query sees.
+    """
+    dim = shape.head_dim
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return weight * x / (x.square().mean(-1, keepdim=True) + shape.rms_norm_eps).sqrt()
 
-    def rotated(x: Tensor) -> Tensor:
-        places = torch.arange(count, dtype=x.dtype)
+    def rotated(x: Tensor, places: Tensor) -> Tensor:
         angles = places[:, None] / shape.rope.theta ** (torch.arange(0, dim, 2, dtype=x.dtype) / dim)
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         first, second = x.chunk(2, -1)
@@ -48,23 +58,37 @@ def head_logits(shape: Eagle3Shape, w: Mapping[str, Tensor], embedded: Tensor, s
 
     hidden = states @ w["fc.weight"].T
     layer = "midlayer."
-    both = torch.cat(
-        (norm(embedded, w[f"{layer}input_layernorm.weight"]), norm(hidden, w[f"{layer}hidden_norm.weight"])),
-        -1,
-    )
-    query, key, value = (
-        (both @ w[f"{layer}self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, dim)) for name in "qkv"
-    )
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(repeats, 1) for x in (rotated(key), value))
-    scores = torch.einsum("ihd,jhd->hij", rotated(query), key) / dim**0.5
-    scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), -torch.inf)
-    mixed = torch.einsum("hij,jhd->ihd", scores.softmax(-1), value).flatten(1)
-    hidden = hidden + mixed @ w[f"{layer}self_attn.o_proj.weight"].T
-    normed = norm(hidden, w[f"{layer}post_attention_layernorm.weight"])
-    gate, up = (normed @ w[f"{layer}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-    hidden = hidden + (gate * gate.sigmoid() * up) @ w[f"{layer}mlp.down_proj.weight"].T
-    return norm(hidden, w["norm.weight"]) @ w["lm_head.weight"].T
+    logits, keys, values, columns = [], [], [], []  # columns: step and start of each key
+    for step in range(min(steps, len(embedded))):
+        rows = torch.arange(len(embedded) - step)
+        hidden, next_tokens = hidden[: len(rows)], embedded[step:]
+        both = torch.cat(
+            (
+                norm(next_tokens, w[f"{layer}input_layernorm.weight"]),
+                norm(hidden, w[f"{layer}hidden_norm.weight"]),
+            ),
+            -1,
+        )
+        query, key, value = (
+            (both @ w[f"{layer}self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, dim)) for name in "qkv"
+        )
+        repeats = query.shape[1] // key.shape[1]
+        keys.append(rotated(key, rows + step).repeat_interleave(repeats, 1))
+        values.append(value.repeat_interleave(repeats, 1))
+        columns += [(step, start) for start in rows.tolist()]
+        scores = torch.einsum("ihd,jhd->hij", rotated(query, rows + step), torch.cat(keys)) / dim**0.5
+        sees = [
+            [start <= row if of_step == 0 else start == row for of_step, start in columns]
+            for row in rows.tolist()
+        ]
+        scores = scores.masked_fill(~torch.tensor(sees), -torch.inf)
+        mixed = torch.einsum("hij,jhd->ihd", scores.softmax(-1), torch.cat(values)).flatten(1)
+        hidden = hidden + mixed @ w[f"{layer}self_attn.o_proj.weight"].T
+        normed = norm(hidden, w[f"{layer}post_attention_layernorm.weight"])
+        gate, up = (normed @ w[f"{layer}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        hidden = hidden + (gate * gate.sigmoid() * up) @ w[f"{layer}mlp.down_proj.weight"].T
+        logits.append(norm(hidden, w["norm.weight"]) @ w["lm_head.weight"].T)
+    return logits
 
 
 def drawn_head(shape: Eagle3Shape) -> Eagle3Head:

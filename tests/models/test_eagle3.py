@@ -46,7 +46,7 @@ def test_the_module_computes_the_formula(model: Path) -> None:
             .flatten(1)
         )
 
-    found = head.lm_head(head(embedded, states, attend))
+    found = head.lm_head(head.norm(head(embedded, head.combined(states), attend)))
     weights = {name: w.detach().double() for name, w in head.named_parameters()}
     expected = head_logits(shape, weights, embedded.double(), states.double())
     torch.testing.assert_close(found, expected.float(), atol=1e-4, rtol=1e-4)

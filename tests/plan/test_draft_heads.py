@@ -1,8 +1,9 @@
-"""Heads for drafts that a model or another setting rules out, and their memory."""
+"""Heads for drafts that a model or another setting rules out, their memory and their operations."""
 
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,19 @@ from safetensors.torch import load_file, save_file
 from nemorl.errors import ConfigError, Problem
 from nemorl.models.eagle3 import write_head
 from nemorl.models.eagle3_shape import Eagle3Shape
-from nemorl.models.registry import load_shape
+from nemorl.models.registry import load_shape, policy_shape
+from nemorl.plan.draft_training import DraftWork
 from nemorl.plan.memory import stage_memory
 from nemorl.plan.problems import plan_run
+from nemorl.plan.training_time import Lengths, Training
 from tests.config.experiments import refuses, write
 from tests.plan.conftest import Configure
 from tests.plan.models import write_model
 from tests.plan.test_recompute import machine
+from tests.plan.test_step_time import FREE, GPU, IDLE, SAME, SHAPE
 
 ON = "policy.draft={lr: 1e-4}"
-SECTION = {"lr": 1e-4, "layers": None, "model_path": None}
+SECTION = {"lr": 1e-4, "steps": 3, "step_decay": 0.8, "layers": None, "model_path": None}
 
 
 def found(configure: Configure, *overrides: str) -> list[Problem]:
@@ -124,3 +128,69 @@ def test_the_memory_of_a_last_stage_has_the_head(configure: Configure, model: Pa
             assert with_head.weights - without.weights == 4 * held
             assert with_head.gradients - without.gradients == 4 * held
             assert with_head.optimizer - without.optimizer == 8 * held
+
+
+def test_steps_after_the_first_have_no_kernel_in_float32_on_gpus(configure: Configure) -> None:
+    gpus, steps = "cluster.gpus_per_node=2", "policy.draft={steps: 2}"
+
+    def fields(*overrides: str) -> set[str]:
+        return {problem.field for problem in found(configure, gpus, *overrides)}
+
+    assert "policy.draft.steps" in fields(steps)
+    assert "policy.draft.steps" not in fields("policy.draft={steps: 1}")
+    assert "policy.draft.steps" not in fields(steps, "policy.precision=bfloat16")
+
+
+# Of the model in tests/plan/models.py: hidden size, width of the MLP, query heads, key and value heads, their
+# size, tokens.
+HIDDEN, FFN, HEADS, KV_HEADS, DIM = 128, 384, 8, 4, 16
+LAYER = 2 * (2 * HIDDEN * (HEADS + 2 * KV_HEADS) * DIM + HEADS * DIM * HIDDEN + 3 * HIDDEN * FFN)
+
+
+def test_operations_of_training_count_each_step_by_hand(configure: Configure) -> None:
+    policy = configure("policy.draft={steps: 3}").policy
+    shape = policy_shape(policy)
+    work = DraftWork.of(policy, shape)
+    assert work is not None
+    lengths, predicted = [5, 3], 9
+    expected = 2 * 8 * 2 * 3 * HIDDEN * HIDDEN  # of three states: the product, and its weight's gradient
+    expected += 3 * 3 * 8 * LAYER + 3 * predicted * 2 * HIDDEN * shape.vocab_size
+    for length in lengths:
+        for start in range(length):
+            for step in range(3):
+                expected += 3 * 2 * 2 * HEADS * DIM * (start + 1 + step)  # scores and sums of values
+    assert work.of_sequences(lengths, predicted) == expected
+    assert DraftWork.of(configure().policy, shape) is None
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_plan_of_time_adds_the_passes_of_the_head(configure: Configure, steps: int) -> None:
+    """With single multiprocessors and full tiles: 128 sequences of 128 tokens, half of them responses."""
+    lengths = Lengths(prompt=64, response=64, limit=64)
+    tokens = 128 * 128
+    slow = replace(FREE, operations=1e12)
+
+    def plan(*overrides: str) -> Training:
+        policy = configure(*GPU, *overrides).policy.model_copy(update={"micro_batch_tokens": tokens})
+        return Training(policy, replace(SHAPE, vocab_size=1024), slow, IDLE, lengths)
+
+    drafting, plain = plan(f"policy.draft={{steps: {steps}}}"), plan()
+    states, output = 2 * 3 * HIDDEN * HIDDEN, 2 * HIDDEN * 1024
+    keys = steps * 64 + steps * (steps - 1) / 2
+    attention = 2 * 2 * HEADS * DIM * keys
+    seconds = 2 * states + 3 * steps * LAYER + 3.5 * attention + 4 * steps * output / 2
+    more = drafting.update(128).compute - plain.update(128).compute
+    assert more == pytest.approx(tokens * seconds / 1e12, rel=1e-6)
+    counted = 2 * states + 3 * (steps * LAYER + attention + steps * output / 2)
+    more = drafting.operations(128) - plain.operations(128)
+    assert more == pytest.approx(tokens * counted, rel=1e-6)
+
+
+def test_the_plan_of_time_sums_the_gradients_and_takes_the_step(configure: Configure) -> None:
+    """On two copies, each of which sends half of the weights twice and takes the whole step."""
+    policy = configure(*GPU, "policy.layout={data_parallel_size: 2}", "policy.draft={}").policy
+    head = Eagle3Shape.of(SHAPE)
+    size = 4 * head.num_parameters()
+    hardware = replace(FREE, domain_rate=1e9, memory_rate=1e9)
+    cost = Training(policy, SHAPE, hardware, IDLE, SAME)._draft_optimizer(head)
+    assert (cost.link, cost.memory) == pytest.approx((size / 1e9, 8 * size / 1e9))

@@ -9,11 +9,11 @@ import pytest
 from nemorl.config.experiment import Experiment
 from nemorl.config.policy import LayoutConfig, NoRecompute
 from nemorl.models.layout_rules import layout_problems
-from nemorl.models.registry import load_shape, shape_from_config
+from nemorl.models.registry import load_shape, policy_shape, shape_from_config
 from nemorl.plan.memory import policy_memory, stage_memory
 from nemorl.plan.recompute import fitting_recompute, with_recompute
 from nemorl.rehearsal.execution import Kernel
-from nemorl.rehearsal.ranks import compare, faults, hollow, rehearse_all
+from nemorl.rehearsal.ranks import compare, faults, hollow, planned_parts, rehearse_all
 from nemorl.rehearsal.worker import RankReport, pipeline_ranks
 from tests.megatron.examples import CONFIGS
 from tests.rehearsal import faults as planted
@@ -217,6 +217,37 @@ def test_the_plan_of_a_large_model_is_right_within_a_tenth(tmp_path: Path) -> No
 
 
 NONE = {"name": "none"}
+TWO_STAGES = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 64}
+DRAFTING = {
+    "one stage": ({}, NONE),
+    "recomputed": ({}, {"name": "full"}),
+    "two stages": (TWO_STAGES, NONE),
+}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("case", DRAFTING)
+def test_the_plan_of_a_head_for_drafts_is_right_within_a_tenth(tmp_path: Path, case: str) -> None:
+    layout, recompute = DRAFTING[case]
+    sound = experiment(
+        tmp_path,
+        LLAMA_8B,
+        generation=VLLM,
+        layout=layout,
+        recompute=recompute,
+        draft={"steps": 3},
+        max_sequence_length=4096,
+        micro_batch_tokens=8192,
+    )
+    plain = sound.model_copy(update={"policy": sound.policy.model_copy(update={"draft": None})})
+    ranks = pipeline_ranks(sound.policy.layout)
+    for report in rehearsed(sound, [*ranks]):
+        comparison = compare(report, sound, "train")
+        without = planned_parts(stage_memory(plain, policy_shape(plain.policy), report.stage), "train")
+        assert comparison.measured > sum(without.values()) + 10**8  # bytes of the head are compared
+        assert abs(comparison.difference) < 0.1, comparison
+
+
 WITHOUT_FULL_RECOMPUTATION = {
     "none": (LLAMA_8B, {}, NONE),
     "none-tp2sp": (LLAMA_8B, {"tensor_parallel_size": 2, "sequence_parallel": True}, NONE),

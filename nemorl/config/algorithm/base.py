@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from nemorl.config.base import EXPERT, SIMPLE, Config, check
 from nemorl.config.generation import GenerationConfig, SamplingConfig
-from nemorl.config.policy import MOST_FURTHER_TOKENS
+from nemorl.config.policy import MOST_DRAFT_STEPS, MOST_FURTHER_TOKENS
 from nemorl.config.yaml import merged
 from nemorl.errors import Problem, Problems
 
@@ -153,7 +153,9 @@ class AlgorithmBase(Config):
                 # Of models with layers for further tokens, in all and by depth if there are several.
                 *("mtp/loss", "mtp/accepted", "mtp/grad_norm"),
                 *(f"mtp/{what}_{k + 1}" for what in ("loss", "accepted") for k in range(MOST_FURTHER_TOKENS)),
-                *("draft/loss", "draft/accuracy", "draft/grad_norm"),  # of `policy.draft`
+                # Of `policy.draft`, also by step if there are several.
+                *("draft/loss", "draft/accuracy", "draft/grad_norm"),
+                *(f"draft/{what}_{k + 1}" for what in ("loss", "accuracy") for k in range(MOST_DRAFT_STEPS)),
                 *("time/step", "time/training", "time/checkpoint"),
                 *(f"idle/{kind}" for kind in PROCESSES),
                 *(f"critical/{what}" for what in (*PROCESSES, *WAITS)),
