@@ -40,9 +40,8 @@ class AlignedTeacher:
     weight: float
     projection: Path
     name: str = "main"
-    scale: float = (
-        1.0  # logarithm of the size of its vocabulary over that of the smallest one, where it counts
-    )
+    # Where it counts, the logarithm of the size of its vocabulary over that of the smallest one.
+    scale: float = 1.0
 
 
 def aligned_teachers(
