@@ -322,7 +322,7 @@ def test_checkpoints_of_other_heads_are_refused(start_here, model, tmp_path):
         UnfitCheckpoint, match=r"without holds no head for drafts: resume without policy\.draft"
     ):
         worker.load_checkpoint(tmp_path / "without")
-    with pytest.raises(UnfitCheckpoint, match=r"norm.weight is \(64,\) there, and \(32,\) with policy.draft"):
+    with pytest.raises(UnfitCheckpoint, match=r"norm.weight is \(64,\) there and \(32,\) here; set"):
         read_draft(tmp_path / "with", LM_HEAD, range(1), {"norm.weight": (32,)})
 
 

@@ -129,7 +129,7 @@ class TrtllmHost(RequestDriver):
 
     async def sleep(self, level: int) -> None:
         """Leave the GPU: weights are kept in host memory at every level, the KV cache is lost."""
-        await self.suspend()
+        await self.pause("wait")
         await self._trtllm.call("reset_prefix_cache")  # else its index refers to freed memory
         await self._trtllm.call("sleep", memory_tags(()))
 
@@ -137,7 +137,7 @@ class TrtllmHost(RequestDriver):
         """Take `weights`, `kv_cache` or, with no tag, both back; sampling continues with the cache."""
         await self._trtllm.call("wakeup", memory_tags(tags))
         if not tags or "kv_cache" in tags:
-            await self.revive()
+            await self.resume()
 
     async def close(self) -> None:
         if self._watch is not None:
