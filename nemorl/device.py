@@ -88,6 +88,17 @@ def has_packed_linear(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
+def has_int8_products() -> bool:
+    """True if oneDNN's products of int8 are right on this processor.
+
+    On x86 without VNNI it adds products in 16 bits, in which they saturate.
+    """
+    capabilities = torch.cpu.get_capabilities()
+    if capabilities.get("architecture") != "x86_64":
+        return True
+    return bool(capabilities.get("avx512_vnni") or capabilities.get("avx_vnni"))
+
+
 def packs_loaded_weights(device: torch.device) -> bool:
     """True if vLLM keeps loaded weights in a layout of its kernels, and computes with that copy."""
     return not _is_gpu(device)

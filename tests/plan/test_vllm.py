@@ -39,8 +39,13 @@ def problems(configure: Configure, *overrides: str, version: str | None = "0.32"
     return vllm_problems(experiment, shape_of(experiment), version)
 
 
-def vllm_problems(experiment: Experiment, shape: ModelShape, version: str | None = "0.32") -> list[Problem]:
-    with mock.patch.object(plan, "installed_version", return_value=version):
+def vllm_problems(
+    experiment: Experiment, shape: ModelShape, version: str | None = "0.32", multiplies_int8: bool = True
+) -> list[Problem]:
+    with (
+        mock.patch.object(plan, "installed_version", return_value=version),
+        mock.patch.object(plan, "_multiplies_int8", return_value=multiplies_int8),
+    ):
         return list(plan.problems(experiment, shape, installed=True))
 
 
@@ -51,6 +56,16 @@ def shape_of(experiment: Experiment, head_dim: int = 32) -> ModelShape:
 
 def test_a_sound_engine_is_not_refused(configure: Configure) -> None:
     assert problems(configure, "generation.tensor_parallel_size=2") == []
+
+
+def test_int8_is_refused_on_a_processor_that_has_wrong_products_of_it(configure: Configure) -> None:
+    experiment = configure(VLLM, INT8)
+    assert vllm_problems(experiment, shape_of(experiment)) == []
+    (problem,) = vllm_problems(experiment, shape_of(experiment), multiplies_int8=False)
+    assert (problem.field, problem.value) == ("policy.quantization.format", "int8")
+    assert "has no VNNI" in problem.fix
+    on_gpus = configure(VLLM, INT8, GPUS)
+    assert vllm_problems(on_gpus, shape_of(on_gpus), multiplies_int8=False) == []
 
 
 @pytest.mark.parametrize(

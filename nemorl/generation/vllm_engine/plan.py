@@ -119,6 +119,9 @@ def problems(experiment: Experiment, shape: ModelShape, *, installed: bool) -> I
     quantization = experiment.policy.engine_quantization
     if quantization is not None and (fix := _unread(quantization, shape, on_cpu=on_cpu)):
         yield Problem("policy.quantization.format", quantization.format, fix)
+    elif installed and on_cpu and quantization is not None and not _multiplies_int8():
+        fix = "products of int8 overflow on this processor, which has no VNNI; remove policy.quantization, or"
+        yield Problem("policy.quantization.format", quantization.format, f"{fix} take another machine")
     update = config.update_on("cpu" if on_cpu else "cuda", quantizes=quantization is not None)
     if shape.sinks and config.adapters == "merged" and update != "reload":
         fix = "vLLM's loader rearranges the experts of gpt-oss, so no shards can be written: set it to reload"
@@ -144,6 +147,12 @@ def problems(experiment: Experiment, shape: ModelShape, *, installed: bool) -> I
         size = f"{length} tokens, takes {needed / 2**30:.1f} GB"
         fix = f"one conversation of policy.max_sequence_length, {size} of it: give it more"
         yield Problem("generation.kv_cache_gigabytes", config.kv_cache_gigabytes, fix)
+
+
+def _multiplies_int8() -> bool:
+    from nemorl.device import has_int8_products  # torch, which takes seconds
+
+    return has_int8_products()
 
 
 # Of vLLM 0.32, whose reader of modelopt has one method for the experts of all FP8 formats, that of `fp8`.

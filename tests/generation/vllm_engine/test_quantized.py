@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nemorl.config.quantization import QuantizationConfig, QuantizationFormat
+from nemorl.device import has_int8_products
 from nemorl.generation.vllm_engine import quantized
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.hf_writer import HfFolderWriter
@@ -94,6 +95,12 @@ def printed_by(program: str, *arguments: str) -> Any:
     return json.loads(line.partition(" ")[2])
 
 
+multiplies_int8 = pytest.mark.skipif(
+    not has_int8_products(), reason="products of int8 overflow on a processor without VNNI"
+)
+
+
+@multiplies_int8
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_vllm_loads_an_exported_folder(model_folder: Path, tmp_path: Path, family: str) -> None:
@@ -196,6 +203,7 @@ def engine(dense: Any) -> Iterator[Any]:
     engine.close()
 
 
+@multiplies_int8
 def test_workers_quantize_what_they_load_and_receive(engine: Any, dense: Any) -> None:
     folder, network = dense
     requests = group("", 4, 20, PLAIN)
@@ -215,7 +223,9 @@ def test_workers_quantize_what_they_load_and_receive(engine: Any, dense: Any) ->
                 assert completion.logprobs.tolist() == loaded[name].logprobs.tolist()
 
 
-@pytest.mark.parametrize("quantizes", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(
+    "quantizes", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=multiplies_int8)]
+)
 def test_updates_reach_experts_that_are_one_tensor(
     tmp_path: Path, model_folder: Path, quantizes: bool
 ) -> None:
