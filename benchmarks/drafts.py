@@ -3,7 +3,7 @@
     python benchmarks/drafts.py [--sft-steps 150] [--steps 60]
 
 The quickstart's model learns sums by SFT, in which a head is trained next to it in one draft step or in three
-(`policy.draft.steps`), and then by GRPO, in which the head is trained further or stays as SFT left it. The
+(`policy.draft.depth`), and then by GRPO, in which the head is trained further or stays as SFT left it. The
 policy is the same in all runs. No engine on a CPU drafts by such heads, so the share is counted where the
 head is trained, before each update: on tokens that the policy has just sampled, how often the head's
 likeliest token is the policy's, if the tokens of the draft before it were right. A head that is trained in

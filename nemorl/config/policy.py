@@ -443,7 +443,7 @@ class DraftHeadConfig(Config):
     field_level: ClassVar[FieldLevel] = "expert"
     lr: float = Field(1e-4, gt=0)
     """Learning rate of the head's own AdamW; it is constant."""
-    steps: int = Field(3, ge=1, le=MOST_DRAFT_STEPS)
+    depth: int = Field(3, ge=1, le=MOST_DRAFT_STEPS)
     """Tokens of a draft that are trained, the second and later ones from the head's own states. 3 is how many
     engines draft if `generation.speculation.max_tokens` is left out; each step costs as much as the first."""
     step_decay: float = Field(0.8, gt=0, le=1)

@@ -336,8 +336,8 @@ def draft_head(x: Origin) -> Fields:
     x.changed("policy.draft.enabled", "its gradients are clipped by their own norm, not by the policy's")
     rate = x.get("policy.draft.learning_rate") or x.get(f"{MEGATRON}.optimizer.lr", 1e-6)
     section: dict[str, Any] = {"lr": float(rate)}
-    section["steps"] = x.get("policy.draft.ttt_steps") or 1  # its Megatron back end trains one
-    if section["steps"] > 1:
+    section["depth"] = x.get("policy.draft.ttt_steps") or 1  # its Megatron back end trains one
+    if section["depth"] > 1:
         section["step_decay"] = float(x.get("policy.draft.ttt_step_loss_decay", 1.0))
     if folder := x.get("policy.draft.model_name"):
         section["model_path"] = folder

@@ -382,8 +382,6 @@ def asynchronous(x: Origin) -> Fields:
                 raise CannotImport(f"{new}.name = custom: its class is not imported")
             case "weight_fifo":
                 x.changed(f"{new}.name", "groups train as they finish; there the oldest weights come first")
-        if not age:
-            return {}
     elif x.get(f"{old}.enabled", False):
         age, section = x.get(f"{old}.max_trajectory_age_steps", 1), old
         in_flight = x.get(f"{old}.in_flight_weight_updates", False)
@@ -393,6 +391,8 @@ def asynchronous(x: Origin) -> Fields:
     on_update = "finish"
     if in_flight:
         on_update = "restart" if x.get(recompute, False) else "continue"
+    if not age:
+        return {}
     if colocated(x) and on_update != "restart":
         how = "sequences in progress are read again when engines have the devices again"
         x.changed(f"{old}.in_flight_weight_updates" if section == old else recompute, how)

@@ -125,9 +125,9 @@ class DraftTraining:
             self._attach(chunk, model.num_layers, number)
         self._inputs: deque[list[DraftInput]] = deque()  # of each micro-batch
         self._finals: deque[Tensor] = deque()  # what the decoder returns, where stages wait for each other
-        self._counts = [0.0] * config.steps  # predicted tokens of the optimizer step, of all ranks, by step
+        self._counts = [0.0] * config.depth  # predicted tokens of the optimizer step, of all ranks, by step
         # By step the sum of cross entropies, and the number of likeliest tokens that agree.
-        self._sums = torch.zeros(config.steps, 2, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(config.depth, 2, dtype=torch.float64, device=device)
         self._head: Eagle3Head | None = None
         if parallel_state.is_pipeline_last_stage():
             self._model, vocabulary = chunks[-1], chunks[-1].vocabulary
@@ -150,7 +150,7 @@ class DraftTraining:
             self._rotary = RotaryTable(
                 *(self._shape.head_dim, self._shape.rope),
                 # Drafts reach beyond the ends of sequences, where nothing is learned from them.
-                max_positions=policy.max_sequence_length + config.steps,
+                max_positions=policy.max_sequence_length + config.depth,
                 dtype=DTYPES[policy.precision],
                 device=device,
             )
@@ -329,7 +329,7 @@ class DraftTraining:
         trained, positions = micro.batch.loss_mask.cpu(), micro.batch.position_ids.cpu()
         return [
             (trained & (positions >= _AHEAD + step)).nonzero().squeeze(1)
-            for step in range(self._config.steps)
+            for step in range(self._config.depth)
         ]
 
     def _inputs_of(self, micro: MicroBatch, predicted: Sequence[Tensor]) -> list[DraftInput]:

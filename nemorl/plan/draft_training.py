@@ -47,7 +47,7 @@ class DraftWork:
             layer=sum(product.operations for product in step_products(head)),
             head=2 * head.hidden_size * head.draft_vocab_size,
             seen=2 * draft_attention_width(head),
-            steps=policy.draft.steps,
+            steps=policy.draft.depth,
         )
 
     def training(self, tokens: float, seen: float, predicted: float) -> float:
@@ -96,7 +96,7 @@ def draft_bytes(head: Eagle3Shape, policy: PolicyConfig, tokens: int, item: int)
     `item` are the bytes of an element in the policy's precision.
     """
     assert policy.draft is not None, "the policy trains a head"
-    hidden, ffn, steps = head.hidden_size, head.ffn_hidden_size, policy.draft.steps
+    hidden, ffn, steps = head.hidden_size, head.ffn_hidden_size, policy.draft.depth
     query, keys = (n * head.head_dim for n in (head.num_attention_heads, 2 * head.num_key_value_heads))
     # Of a step: the inputs of four norms in float32, both inputs of the layer together, queries, keys and
     # values, what attention returns, its normed sum, of the MLP gate, activated gate, other part and product;

@@ -256,9 +256,9 @@ def _draft_problems(policy: PolicyConfig, shape: ModelShape, *, gpus: bool) -> P
     layers = head.layers
     if section.model_path is not None:
         yield from _draft_weight_problems(head, section.model_path)
-    if gpus and section.steps > 1 and policy.precision == "float32":
+    if gpus and section.depth > 1 and policy.precision == "float32":
         fix = "policy.precision is float32: on GPUs only the first step has a kernel for it; set it to 1"
-        yield Problem("policy.draft.steps", section.steps, fix)
+        yield Problem("policy.draft.depth", section.depth, fix)
     if not 0 <= layers[0] < layers[1] < layers[2] <= shape.num_layers:
         fix = f"name three different numbers from 0 to {shape.num_layers}, the layers of the model"
         yield Problem("policy.draft.layers", list(layers), fix)

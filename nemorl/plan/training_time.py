@@ -345,7 +345,7 @@ class Training:
         computed again. Other stages wait. States come to the last stage from the others.
         """
         assert self.policy.draft is not None, "the policy trains a head"
-        layout, steps = self.policy.layout, self.policy.draft.steps
+        layout, steps = self.policy.layout, self.policy.draft.depth
         rows = tokens / layout.context_parallel_size
 
         def product(rows: float, part: Product) -> Cost:

@@ -75,7 +75,7 @@ def expected(
 )
 def test_loss_and_gradients_are_those_of_the_formula(start_here, model, family, layers, steps):
     theirs, folder = model(family)
-    config = policy_config(folder, draft=DRAFT | {"layers": layers, "steps": steps}, max_grad_norm=None)
+    config = policy_config(folder, draft=DRAFT | {"layers": layers, "depth": steps}, max_grad_norm=None)
     worker = start_here(config)
     shape = Eagle3Shape.of(load_shape(folder), layers)
     before = {name: values.double() for name, values in worker._draft.state().items() if name != "updates"}

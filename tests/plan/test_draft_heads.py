@@ -25,7 +25,7 @@ from tests.plan.test_recompute import machine
 from tests.plan.test_step_time import FREE, GPU, IDLE, SAME, SHAPE
 
 ON = "policy.draft={lr: 1e-4}"
-SECTION = {"lr": 1e-4, "steps": 3, "step_decay": 0.8, "layers": None, "model_path": None}
+SECTION = {"lr": 1e-4, "depth": 3, "step_decay": 0.8, "layers": None, "model_path": None}
 
 
 def found(configure: Configure, *overrides: str) -> list[Problem]:
@@ -131,14 +131,14 @@ def test_the_memory_of_a_last_stage_has_the_head(configure: Configure, model: Pa
 
 
 def test_steps_after_the_first_have_no_kernel_in_float32_on_gpus(configure: Configure) -> None:
-    gpus, steps = "cluster.gpus_per_node=2", "policy.draft={steps: 2}"
+    gpus, steps = "cluster.gpus_per_node=2", "policy.draft={depth: 2}"
 
     def fields(*overrides: str) -> set[str]:
         return {problem.field for problem in found(configure, gpus, *overrides)}
 
-    assert "policy.draft.steps" in fields(steps)
-    assert "policy.draft.steps" not in fields("policy.draft={steps: 1}")
-    assert "policy.draft.steps" not in fields(steps, "policy.precision=bfloat16")
+    assert "policy.draft.depth" in fields(steps)
+    assert "policy.draft.depth" not in fields("policy.draft={depth: 1}")
+    assert "policy.draft.depth" not in fields(steps, "policy.precision=bfloat16")
 
 
 # Of the model in tests/plan/models.py: hidden size, width of the MLP, query heads, key and value heads, their
@@ -148,7 +148,7 @@ LAYER = 2 * (2 * HIDDEN * (HEADS + 2 * KV_HEADS) * DIM + HEADS * DIM * HIDDEN + 
 
 
 def test_operations_of_training_count_each_step_by_hand(configure: Configure) -> None:
-    policy = configure("policy.draft={steps: 3}").policy
+    policy = configure("policy.draft={depth: 3}").policy
     shape = policy_shape(policy)
     work = DraftWork.of(policy, shape)
     assert work is not None
@@ -174,7 +174,7 @@ def test_the_plan_of_time_adds_the_passes_of_the_head(configure: Configure, step
         policy = configure(*GPU, *overrides).policy.model_copy(update={"micro_batch_tokens": tokens})
         return Training(policy, replace(SHAPE, vocab_size=1024), slow, IDLE, lengths)
 
-    drafting, plain = plan(f"policy.draft={{steps: {steps}}}"), plan()
+    drafting, plain = plan(f"policy.draft={{depth: {steps}}}"), plan()
     states, output = 2 * 3 * HIDDEN * HIDDEN, 2 * HIDDEN * 1024
     keys = steps * 64 + steps * (steps - 1) / 2
     attention = 2 * 2 * HEADS * DIM * keys

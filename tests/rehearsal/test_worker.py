@@ -235,7 +235,7 @@ def test_the_plan_of_a_head_for_drafts_is_right_within_a_tenth(tmp_path: Path, c
         generation=VLLM,
         layout=layout,
         recompute=recompute,
-        draft={"steps": 3},
+        draft={"depth": 3},
         max_sequence_length=4096,
         micro_batch_tokens=8192,
     )
