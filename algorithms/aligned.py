@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
@@ -193,6 +193,7 @@ class Reading:
     end: int
     teacher: int
     ends: Tensor  # places of the last tokens of its chunks
+    weight: float = 1.0  # of the divergence, among those of its text
 
 
 @dataclass(frozen=True)
@@ -212,14 +213,13 @@ class AlignedLoss:
         Where a text has one divergence, its chunks count, whichever teacher it is from.
         """
         counts, combination = [0] * len(self.teachers), self.config.combination
-        for readings in self._readings(batch).values():
-            weighted = zip(readings, self._weights(batch, readings), strict=True)
+        for text in self._texts(batch):
+            held = self._held(text)
             if isinstance(combination, AverageConfig):
-                counts[0] += len(_places_of_all([reading for reading, weight in weighted if weight]))
+                counts[0] += len(_places_of_all(held))
                 continue
-            for reading, weight in weighted:
-                if weight or not isinstance(combination, SelectConfig):
-                    counts[reading.teacher] += len(reading.ends)
+            for reading in held:
+                counts[reading.teacher] += len(reading.ends)
         total = over_ranks(torch.tensor(counts, dtype=torch.float64)).view(-1, len(counts)).sum(0)
         if isinstance(combination, AverageConfig | SelectConfig):
             total = total.sum().expand(len(counts))
@@ -235,8 +235,8 @@ class AlignedLoss:
         likeliest = isinstance(loss, CommonKlLossConfig) and loss.common == "likeliest"
         return columns_of(self.teachers[teacher].projection, likeliest, device)
 
-    def _readings(self, batch: PackedBatch) -> dict[int, list[Reading]]:
-        """The sequences of each text that have chunks, by the number of its unit."""
+    def _texts(self, batch: PackedBatch) -> list[list[Reading]]:
+        """The sequences of each text that have chunks."""
         assert batch.units is not None, "the sequences of a text are one unit"
         assert batch.teachers is not None, "the batch is of aligned examples"
         found: dict[int, list[Reading]] = {}
@@ -246,7 +246,18 @@ class AlignedLoss:
             if len(own):
                 reading = Reading(start, end, int(batch.teachers[start]), own)
                 found.setdefault(int(batch.units[start]), []).append(reading)
-        return found
+        return [
+            [
+                replace(one, weight=weight)
+                for one, weight in zip(text, self._weights(batch, text), strict=True)
+            ]
+            for text in found.values()
+        ]
+
+    def _held(self, text: Sequence[Reading]) -> list[Reading]:
+        """The sequences of a text that its divergences are of."""
+        leaves_out = isinstance(self.config.combination, AverageConfig | SelectConfig)
+        return [reading for reading in text if reading.weight or not leaves_out]
 
     def _weights(self, batch: PackedBatch, readings: Sequence[Reading]) -> list[float]:
         """What the divergences of one text count, all of which have chunks."""
@@ -278,11 +289,12 @@ class AlignedLoss:
         divergence = torch.zeros_like(cross_entropy)
         names = sorted(name.removeprefix("distillation/") for name in config.loss.metrics)
         sums = {f"{of}/{name}": logprobs.new_zeros(()) for name in names for of in ("distillation", "chunks")}
-        sums |= self._of_teachers(batch, numbers)
+        readings = self._texts(batch)
+        sums |= self._of_teachers(batch, numbers, readings)
         matches = logprobs.new_zeros(())
-        for readings in self._readings(batch).values():
-            place = text_of_token[readings[0].start : readings[0].start + 1]
-            for teacher, weight, compared in self._terms(batch, logprobs[:, 1:], numbers, readings):
+        for text in readings:
+            place = text_of_token[text[0].start : text[0].start + 1]
+            for teacher, weight, compared in self._terms(batch, logprobs[:, 1:], numbers, text):
                 scale = weight / self.num_chunks[teacher] * config.loss.temperature**2
                 term = scale * compared.divergence.sum()
                 divergence = divergence.index_add(0, place, term.unsqueeze(0))
@@ -312,7 +324,9 @@ class AlignedLoss:
         }
         return loss_output(loss, sums)
 
-    def _of_teachers(self, batch: PackedBatch, numbers: Tensor) -> dict[str, Tensor]:
+    def _of_teachers(
+        self, batch: PackedBatch, numbers: Tensor, texts: Sequence[Sequence[Reading]]
+    ) -> dict[str, Tensor]:
         """Sums of the metrics of each of several teachers, but for the divergences, which are 0."""
         if len(self.teachers) == 1:
             return {}
@@ -326,38 +340,33 @@ class AlignedLoss:
                 sums[name] = zero.clone()
             for name in (f"teachers/{teacher.name}/weight", f"texts/teachers/{teacher.name}"):
                 sums[name] = zero.clone()
-        for readings in self._readings(batch).values():
-            for reading, weight in zip(readings, self._weights(batch, readings), strict=True):
-                name = self.teachers[reading.teacher].name
-                sums[f"teachers/{name}/weight"] += weight
-                sums[f"texts/teachers/{name}"] += 1
+        for reading in chain.from_iterable(texts):
+            name = self.teachers[reading.teacher].name
+            sums[f"teachers/{name}/weight"] += reading.weight
+            sums[f"texts/teachers/{name}"] += 1
         return sums
 
     def _terms(
-        self, batch: PackedBatch, logprobs: Tensor, numbers: Tensor, readings: Sequence[Reading]
+        self, batch: PackedBatch, logprobs: Tensor, numbers: Tensor, text: Sequence[Reading]
     ) -> Iterator[tuple[int, float, Divergences]]:
         """The divergences of one text from teachers, by number, with their weights; `logprobs` [N, V]."""
-        combination = self.config.combination
-        weighted = zip(readings, self._weights(batch, readings), strict=True)
-        if isinstance(combination, AverageConfig):
-            held = [(reading, weight) for reading, weight in weighted if weight]
-            if len(_places_of_all([reading for reading, _ in held])):
-                yield 0, 1.0, self._averaged(batch, logprobs, held)
+        held = self._held(text)
+        if isinstance(self.config.combination, AverageConfig):
+            if len(places := _places_of_all(held)):
+                yield 0, 1.0, self._averaged(batch, logprobs, held, places)
             return
-        for reading, weight in weighted:
-            if weight or not isinstance(combination, SelectConfig):
-                own = slice(reading.start, reading.end)
-                compared = self._compared(batch, logprobs[own], numbers[own], reading.ends)
-                yield reading.teacher, weight, compared
+        for reading in held:
+            own = slice(reading.start, reading.end)
+            compared = self._compared(batch, logprobs[own], numbers[own], reading.ends)
+            yield reading.teacher, reading.weight, compared
 
     def _averaged(
-        self, batch: PackedBatch, logprobs: Tensor, weighted: Sequence[tuple[Reading, float]]
+        self, batch: PackedBatch, logprobs: Tensor, readings: Sequence[Reading], places: Tensor
     ) -> Divergences:
         """KL from the mean of the teachers' logits, over tokens that all compare; each chunk is a token."""
         assert batch.top_ids is not None, "the loss requires the teacher's tokens"
         assert batch.top_logprobs is not None, "the loss requires the teacher's logprobs"
-        loss, readings = self.config.loss, [reading for reading, _ in weighted]
-        places, of_each = _places_of_all(readings), []
+        loss, of_each = self.config.loss, []
         for one in readings:
             ids = batch.top_ids[one.ends[0]].long()
             of_each.append(ids[ids >= 0])  # ascending
@@ -365,9 +374,9 @@ class AlignedLoss:
         for ids in of_each[1:]:
             common = common[torch.isin(common, ids)]
         logits = logprobs.new_zeros(len(places), len(common))
-        for (one, weight), ids in zip(weighted, of_each, strict=True):
+        for one, ids in zip(readings, of_each, strict=True):
             columns = torch.searchsorted(ids, common)
-            logits += weight * batch.top_logprobs[one.start + places][:, columns]
+            logits += one.weight * batch.top_logprobs[one.start + places][:, columns]
         teacher = logits.log_softmax(-1)
         policy = (logprobs[readings[0].start + places][:, common] / loss.temperature).log_softmax(-1)
         kl = forward_kl(policy, teacher) if loss.reverse else forward_kl(teacher, policy)

@@ -406,7 +406,7 @@ def gpus_for_all_processes(
 ) -> Problems:
     """With GPUs every process of a model has one, and every engine that does not share the policy's."""
     engines = 0
-    if algorithm.generates and generation.has_engines and not generation.shares_devices:
+    if algorithm.generates and not generation.takes_turns:
         engines = generation.replicas * generation.ranks_per_replica
     models = used_models(algorithm, auxiliary).values()
     others = sum(model.worker_config(policy).layout.world_size for model in models if model.devices == "own")

@@ -215,7 +215,7 @@ class GenerationBase(Config):
     @property
     def can_scale(self) -> bool:
         """True if engines may join and leave a run."""
-        return self.has_engines and not self.shares_devices
+        return not self.takes_turns
 
     @property
     def ranks_per_replica(self) -> int:

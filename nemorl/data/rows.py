@@ -227,28 +227,31 @@ def _arrow_batches(file: Path) -> Iterator[Any]:
 
 
 def _arrow(file: Path, skip: int) -> Iterator[tuple[str, Row | DatasetError]]:
-    number = 0
-    for batch in _arrow_batches(file):
-        if number + batch.num_rows > skip:
-            for row in batch.slice(max(0, skip - number)).to_pylist():
-                number = max(number, skip) + 1
-                yield f"{file}, row {number}", row
-        else:
-            number += batch.num_rows
+    return _batched(file, ((batch.num_rows, [batch]) for batch in _arrow_batches(file)), skip)
 
 
 def _parquet(file: Path, skip: int) -> Iterator[tuple[str, Row | DatasetError]]:
-    opened, number = _parquet_file(file), 0
-    for group in range(opened.num_row_groups):
-        size = opened.metadata.row_group(group).num_rows
-        if number + size > skip:
-            for batch in opened.iter_batches(row_groups=[group]):
-                for row in batch.to_pylist():
-                    if number >= skip:
-                        yield f"{file}, row {number + 1}", row
-                    number += 1
-        else:
+    opened = _parquet_file(file)
+    groups = range(opened.num_row_groups)
+    sizes = (opened.metadata.row_group(group).num_rows for group in groups)
+    batches = (opened.iter_batches(row_groups=[group]) for group in groups)  # a group is read when they are
+    return _batched(file, zip(sizes, batches, strict=True), skip)
+
+
+def _batched(
+    file: Path, parts: Iterable[tuple[int, Iterable[Any]]], skip: int
+) -> Iterator[tuple[str, Row | DatasetError]]:
+    """Rows of the parts of a file, each a number of rows and batches of them; skipped parts are not read."""
+    number = 0
+    for size, batches in parts:
+        if number + size <= skip:
             number += size
+            continue
+        for batch in batches:
+            for row in batch.to_pylist():
+                if number >= skip:
+                    yield f"{file}, row {number + 1}", row
+                number += 1
 
 
 _READERS = {".parquet": _parquet, ".arrow": _arrow, ".txt": _text_lines}

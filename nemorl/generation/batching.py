@@ -205,7 +205,7 @@ class BatchingEngine:
     def revive(self, version: int) -> None:
         """Sample with the weights of `version`, which read running sequences again; deadlines have waited."""
         if running := list(self._scheduler.running()):
-            self._runner.cache.reserve(running[-1][0] + 1, max(s.num_tokens for _, s in running))
+            self._reserve(running)
         self.weights_changed(version, restart=True)
         if self._suspended_at is not None:
             waited, self._suspended_at = self._clock() - self._suspended_at, None
@@ -269,7 +269,7 @@ class BatchingEngine:
             return []
         self._sampler = None
         running = list(self._scheduler.running())
-        self._runner.cache.reserve(running[-1][0] + 1, max(s.num_tokens for _, s in running))
+        self._reserve(running)
         rows: dict[bytes, list[int]] = {}
         for row, sequence in admitted:
             rows.setdefault(sequence.prompt_key, []).append(row)
@@ -292,6 +292,10 @@ class BatchingEngine:
         sampler = self._make_sampler(sequences)
         (bits,) = upload(self._device, sampler.uniform_bits([_draws(s) for s in sequences]))
         return self._take(sequences, [()] * len(sequences), sampler(logits, bits))
+
+    def _reserve(self, running: Sequence[tuple[int, ActiveSequence]]) -> None:
+        """Make room for what these have, in ascending rows."""
+        self._runner.cache.reserve(running[-1][0] + 1, max(sequence.num_tokens for _, sequence in running))
 
     def _advance(self) -> list[Completion]:
         sources, targets = self._scheduler.compact()

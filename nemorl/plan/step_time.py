@@ -141,7 +141,7 @@ class RunPlan:
         """Of the policy and of engines with their own."""
         generation, own = self.experiment.generation, 0
         samples = isinstance(self.experiment.algorithm, OnlineBase)
-        if samples and generation.has_engines and not generation.shares_devices:
+        if samples and not generation.takes_turns:
             own = self.replicas * generation.ranks_per_replica
         return self.experiment.policy.layout.world_size + own
 
