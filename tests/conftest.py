@@ -3,6 +3,8 @@
 Both run two processes: most tests wait for processes to start more than they compute.
 """
 
+import gc
+
 import pytest
 from hypothesis import settings
 from xdist.remote import Producer
@@ -79,6 +81,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.nodeid.partition("::")[0] in ONLY_IN_CI:
             item.add_marker("ci")
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage do not go through what all modules left at their import."""
+    gc.collect()
+    gc.freeze()
 
 
 class ByWhatIsShared(LoadScopeScheduling):

@@ -11,11 +11,13 @@ import os
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from nemorl.device import gpu, make_current, pins_memory
 
@@ -205,8 +207,32 @@ def _create_on_cpu(factory: Callable[..., Tensor], *args: Any, **kwargs: Any) ->
     return factory(*args, **kwargs)
 
 
+class _Gloo(ProcessGroupGloo):
+    """A group, which has no connections of its own if it has one member.
+
+    Torch creates a device for each group, whose thread wakes up 100 times a second, and Megatron creates some
+    twenty groups in every process, most of one member. These share a device. Groups of several do not: that
+    takes 1.4 times as long for an all-reduce of 4 kB.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        if size > 1:
+            super().__init__(store, rank, size, timeout)
+            return
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout, options._devices = timeout, [_device_of_the_alone()]
+        super().__init__(store, rank, size, options)
+
+
+@lru_cache(maxsize=1)
+def _device_of_the_alone() -> Any:
+    return ProcessGroupGloo.create_device(hostname="127.0.0.1")
+
+
 @lru_cache(maxsize=1)
 def _patch_megatron_for_cpu() -> None:
+    groups: Any = importlib.import_module("torch.distributed.distributed_c10d")
+    groups.ProcessGroupGloo = _Gloo
     # Or torch.compile makes kernels of Megatron's small functions: 10 to 30 s a process, with a C++ compiler.
     dynamo: Any = importlib.import_module("torch._dynamo")
     dynamo.config.disable = True

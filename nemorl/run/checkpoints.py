@@ -352,7 +352,6 @@ def export_checkpoint(
     the model's own `quantization.ignore`. Raises UsageError for a wrong argument, and other NemorlErrors.
     """
     _require_checkpoint(checkpoint)
-    step = verify(checkpoint).step
     run_dir = checkpoint.absolute().parents[1]
     config = RunPaths(run_dir).config
     if not config.exists():
@@ -360,6 +359,7 @@ def export_checkpoint(
             f"{checkpoint} is not in the `checkpoints` of a run folder: {config}, which has the "
             "model, does not exist. Name a folder such as RUN_DIR/checkpoints/step_00000010."
         )
+    step = verify(checkpoint).step
     try:  # an older version may have written it
         models = {spec.name: spec.config for spec in models_of(load_experiment(config)) if spec.trains}
     except ConfigError as error:

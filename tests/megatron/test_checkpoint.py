@@ -20,6 +20,7 @@ from nemorl.models.quantized import quantize
 from nemorl.models.registry import load_shape
 from tests.megatron.cases import LOSS, partition, share, start_worker
 from tests.megatron.examples import layout, policy_config, ragged_batch
+from tests.selection import in_all
 
 SCHEDULE = DecaySchedule(name="cosine", warmup_steps=2, decay_steps=6)
 ROUNDED = QuantizationConfig(format="fp8", train="fake")
@@ -99,7 +100,9 @@ def test_the_optimizer_moves_to_host_memory_and_back(pool, model, tmp_path, prec
             assert torch.equal(weights_again[name], weight), name
 
 
-@pytest.mark.parametrize("there", [layout(), layout(tp=2, sp=True), layout(tp=2, pp=2), layout(pp=2, dp=2)])
+@pytest.mark.parametrize(
+    "there", [layout(), layout(pp=2, dp=2), *in_all(layout(tp=2, sp=True), layout(tp=2, pp=2))]
+)
 def test_another_layout_continues_the_same_run(pool, model, tmp_path, there):
     folder = model("llama-tied")[1]
     saved = pool.run(4, save_in_the_middle, policy_config(folder, layout=layout(tp=2, dp=2)), tmp_path)
@@ -113,10 +116,9 @@ def test_another_layout_continues_the_same_run(pool, model, tmp_path, there):
 @pytest.mark.parametrize(
     ("here", "there"),
     [
-        (layout(tp=2, pp=2), layout(dp=4)),
         (layout(pp=2, vpp=2), layout(cp=2)),
-        (layout(cp=2, dp=2), layout(pp=2, first=1, cp=2)),
         (layout(pp=2, last=1, dp=2), layout(pp=2, vpp=2, tp=2, sp=True)),
+        *in_all((layout(tp=2, pp=2), layout(dp=4)), (layout(cp=2, dp=2), layout(pp=2, first=1, cp=2))),
     ],
     ids=lambda where: where.name,
 )

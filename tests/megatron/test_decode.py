@@ -25,6 +25,7 @@ from tests.megatron.decode_cases import (
 )
 from tests.megatron.examples import VOCABULARY, layout, policy_config
 from tests.megatron.pool import Pool
+from tests.selection import in_all
 
 GREEDY, WARM = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8)
 DRAW = random.Random(1)
@@ -214,7 +215,7 @@ def own_experts(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "where",
-    [layout(), layout(dp=2, ep=2), layout(tp=2, sp=True, pp=2)],
+    [layout(), layout(dp=2, ep=2), *in_all(layout(tp=2, sp=True, pp=2))],
     ids=["one", "DP2 EP2", "TP2-SP PP2"],
 )
 @torch.no_grad()

@@ -24,6 +24,7 @@ from nemorl.models.tensors import local_view
 from tests.megatron.cases import LOSS, live, partition, start_worker
 from tests.megatron.examples import layout, policy_config, ragged_batch, reference_logprobs
 from tests.required import require_module
+from tests.selection import in_all
 
 
 def fake(format: QuantizationFormat, **fields: Any) -> QuantizationConfig:
@@ -103,8 +104,8 @@ TP2, EP2 = layout(tp=2, sp=True), layout(tp=2, sp=True, ep=2)
 @pytest.mark.parametrize(
     ("family", "where", "formats"),
     [
-        ("llama-wide", layout(), ALL),
         ("llama-wide", TP2, ALL),
+        *in_all(("llama-wide", layout(), ALL)),
         pytest.param("llama-wide", layout(pp=2, vpp=2), ("fp8_block", "nvfp4"), marks=pytest.mark.ci),
         pytest.param("qwen3-two-groups", layout(tp=4), ("int8", "fp8"), marks=pytest.mark.ci),
         pytest.param("qwen3-moe", layout(dp=2, etp=2), ("int8", "fp8"), marks=pytest.mark.ci),
@@ -140,17 +141,19 @@ INPUTS = fake("int8", activations=True)
         ("llama", "TP2-SP", fake("int8"), {}),
         *(pytest.param(*case, marks=pytest.mark.ci) for case in [
             ("llama", "PP2-VPP2", fake("int8"), {}),
-            ("llama", "CP2-TP2", fake("fp8"), {}),
             ("llama-wide", "TP2-SP", fake("nvfp4_w4a16"), {}),
-            ("llama-wide", "TP2-SP", fake("fp8_block"), {}),
-            ("qwen3-moe", "EP2-TP2-SP", fake("int8"), {}),
             ("mixtral", "DP2-ETP2", fake("int8"), {}),
-            ("deepseek-v3", "EP2-TP2-SP", fake("int8"), {}),
-            ("llama", "TP2-SP", fake("int8"), LORA),
             ("llama", "TP2-SP", INPUTS, {}),
             ("llama", "PP2-VPP2", INPUTS, {}),
-            ("mixtral", "EP2-TP2-SP", INPUTS, {}),
         ]),
+        *in_all(
+            ("llama", "CP2-TP2", fake("fp8"), {}),
+            ("llama-wide", "TP2-SP", fake("fp8_block"), {}),
+            ("qwen3-moe", "EP2-TP2-SP", fake("int8"), {}),
+            ("deepseek-v3", "EP2-TP2-SP", fake("int8"), {}),
+            ("llama", "TP2-SP", fake("int8"), LORA),
+            ("mixtral", "EP2-TP2-SP", INPUTS, {}),
+        ),
     ],
 )  # fmt: skip
 def test_steps_equal_one_process(pool, model, family, name, quantization, fields):

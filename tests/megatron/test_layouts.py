@@ -13,6 +13,7 @@ from nemorl.models.shape import ModelShape
 from tests.megatron.cases import weights_after_steps
 from tests.megatron.course import assert_same_course
 from tests.megatron.examples import FAMILIES, layout, policy_config, ragged_batch
+from tests.selection import in_all
 
 LAYOUTS = {
     "TP2": layout(tp=2),
@@ -30,8 +31,19 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("per_micro_batch", [pytest.param(1, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in ("TP2-SP-PP2", "EP2")])
+@pytest.mark.parametrize("per_micro_batch", [3, *in_all(1)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "TP2-SP",
+        "PP2",
+        "PP2-uneven",
+        "PP2-VPP2",
+        "DP2",
+        "CP2-TP2-SP",
+        *in_all("TP2", "CP2", "CP2-DP2", "TP2-PP2"),
+    ],
+)
 def test_five_steps_equal_one_process(run, name, per_micro_batch):
     (alone,) = run("llama", layout(), 8)
     for life in run("llama", LAYOUTS[name], per_micro_batch):
@@ -41,10 +53,9 @@ def test_five_steps_equal_one_process(run, name, per_micro_batch):
 @pytest.mark.parametrize(
     ("family", "where"),
     [
-        ("llama", layout(dp=2)),
         ("llama-tied", layout(dp=2, pp=2)),
-        ("llama", layout(cp=2, pp=2, vpp=2)),
         ("qwen3-moe", layout(dp=2, ep=2)),
+        *in_all(("llama", layout(dp=2)), ("llama", layout(cp=2, pp=2, vpp=2))),
     ],
 )
 def test_reductions_during_the_backward_pass_change_no_bit(pool, model, family, where):
@@ -59,24 +70,22 @@ def test_reductions_during_the_backward_pass_change_no_bit(pool, model, family, 
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "qwen2", "qwen3", "mistral", "gemma3"])
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("TP2", "TP2-SP")), "TP2-PP2"]
-)
+@pytest.mark.parametrize("family", ["llama-tied", "gemma3", *in_all("qwen2", "qwen3", "mistral")])
+@pytest.mark.parametrize("name", ["TP2-PP2", *in_all("TP2", "TP2-SP")])
 def test_five_steps_of_each_family_equal_one_process(run, family, name):
     (alone,) = run(family, layout(), 8)
     for life in run(family, LAYOUTS[name], 3):
         assert_same_course(life, alone)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt-oss", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", *in_all("mistral", "qwen3-moe")])
 def test_windows_sinks_and_experts_under_context_parallelism(run, family):
     (alone,) = run(family, layout(), 8)
     for life in run(family, layout(cp=2, tp=2, sp=True), 3):
         assert_same_course(life, alone)
 
 
-@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("sp", [True, *in_all(False)])
 def test_more_ranks_than_key_value_heads(run, sp):
     (alone,) = run("qwen3-two-groups", layout(), 8)
     for life in run("qwen3-two-groups", layout(tp=4, sp=sp), 3):
@@ -94,7 +103,16 @@ RECOMPUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", RECOMPUTATIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "full",
+        "full-block",
+        "full-two-PP2-VPP2",
+        "selective-TP2-SP",
+        *in_all("selective", "selective-CP2-PP2"),
+    ],
+)
 def test_five_steps_with_recomputation_equal_one_process_without(run, name):
     (alone,) = run("llama", layout(), 8)
     for life in run("llama", RECOMPUTATIONS[name][0], 3, RECOMPUTATIONS[name][1]):
@@ -118,8 +136,8 @@ ETP = {
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        ("qwen3-moe", "DP2 ETP2"),
         ("mixtral", "TP2-SP DP2 EP2 ETP2"),
+        pytest.param("qwen3-moe", "DP2 ETP2", marks=pytest.mark.slow),
         pytest.param("mixtral", "DP4 EP2 ETP2", marks=pytest.mark.slow),
     ],
 )
@@ -166,9 +184,7 @@ def _is_valid(shape: ModelShape, where: LayoutConfig, recompute: RecomputeConfig
     return not (any(layout_problems(shape, where)) or any(recompute_problems(shape, where, recompute)))
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 72))]
-)
+@pytest.mark.parametrize("seed", [*range(2), *in_all(*range(2, 72))])
 def test_layouts_drawn_at_random_equal_one_process(run, model, seed):
     """Eight sequences: two for each of four copies, so that two interleaved stages have one each."""
     family, where, per_micro_batch, recompute = drawn(seed, lambda family: load_shape(model(family)[1]))
@@ -178,7 +194,7 @@ def test_layouts_drawn_at_random_equal_one_process(run, model, seed):
         assert_same_course(life, alone)
 
 
-@pytest.mark.parametrize("name", ["TP2-SP", "TP2-SP-PP2", "EP2", "CP2"])
+@pytest.mark.parametrize("name", ["TP2-SP-PP2", "EP2", *in_all("TP2-SP", "CP2")])
 def test_five_steps_of_deepseek_v3_equal_one_process(run, name):
     """With experts Megatron requires sequence parallelism next to tensor parallelism."""
     (alone,) = run("deepseek-v3", layout(), 8)

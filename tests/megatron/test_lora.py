@@ -21,6 +21,7 @@ from nemorl.weights.messages import ReceiverLayout, SenderLayout
 from nemorl.weights.plan import plan_transfers
 from tests.megatron.cases import LOSS, live, partition, share, start_worker
 from tests.megatron.examples import layout, policy_config, ragged_batch, random_model, reference_logprobs
+from tests.selection import in_all
 
 ALL = LoraConfig(rank=4, alpha=8)
 SOME = LoraConfig(rank=3, alpha=3, targets=("q_proj", "v_proj", "up_proj", "down_proj"))
@@ -177,9 +178,8 @@ def test_five_steps_equal_one_process(pool, model, alone, name):
     ("family", "lora", "name"),
     [
         ("llama-tied", SOME, "TP2-SP"),
-        ("llama-tied", SOME, "TP2-PP2"),
         ("deepseek-v3", ALL, "TP2-SP"),
-        ("qwen3-moe", ALL, "TP2-SP-EP2"),
+        *in_all(("llama-tied", SOME, "TP2-PP2"), ("qwen3-moe", ALL, "TP2-SP-EP2")),
     ],
 )
 def test_five_steps_of_other_models_equal_one_process(pool, model, alone, family, lora, name):

@@ -91,6 +91,7 @@ def by_server(folder: Path, model: Path, name: str, server: dict[str, Any], **ch
     return config
 
 
+@pytest.mark.slow
 def test_a_server_of_the_same_model_trains(folder: Path, model: Path, server: dict[str, Any]) -> None:
     status, output = finish(start("train", by_server(folder, model, "served", server)))
     assert status == 0, output

@@ -100,6 +100,7 @@ def wait_for_log(driver: "subprocess.Popen[str]", run: Path, text: str) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_policy_waits_for_a_node_and_takes_its_state_from_the_buddy(
     cluster: Cluster, folder: Path, model: Path, undisturbed: Path
 ) -> None:

@@ -25,6 +25,7 @@ def experiment(folder: Path, model: Path, backend: str, **changes: object) -> Pa
     return path
 
 
+@pytest.mark.slow
 def test_a_run_is_that_with_the_embedded_engine(folder: Path, model: Path) -> None:
     """The same samples by the same seeds, so the same metrics; weights go nowhere and the gap is rounding."""
     paths = [experiment(folder, model, backend) for backend in ("torch", "megatron")]

@@ -29,6 +29,7 @@ def with_further_tokens(like: Path, folder: Path) -> Path:
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_layer_and_head_are_trained_and_exported_and_engines_draft_by_the_layer(
     folder: Path, model: Path
 ) -> None:

@@ -55,6 +55,15 @@ def test_a_checkpoint_that_is_not_there_is_answered_with_one_that_is(tmp_path: P
         export_checkpoint(tmp_path / "checkpoints/step_00000005", tmp_path / "out")
 
 
+def test_a_model_is_no_checkpoint_of_a_run(tmp_path: Path) -> None:
+    model = tmp_path / "models/tiny"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+
+    with pytest.raises(UsageError, match="models/tiny is not in the `checkpoints` of a run folder"):
+        export_checkpoint(model, tmp_path / "out")
+
+
 def test_a_config_of_an_older_version_is_refused_with_the_field_and_what_to_do(tmp_path: Path) -> None:
     """A field of it is no more."""
     store = CheckpointStore(tmp_path / "checkpoints")

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.run.runs import assert_same_run, finish, lines, start, write_experiment
 
 LAYOUT = {"tensor_parallel_size": 2}
@@ -15,6 +17,7 @@ def events(file: Path) -> list[dict[str, Any]]:
         return json.load(trace)["traceEvents"]  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_a_run_writes_traces_of_named_steps_and_ranks(folder: Path, model: Path) -> None:
     runs = {}
     for name, profile in (("plain", None), ("profiled", {"step_numbers": [2], "ranks": [1], "memory": True})):

@@ -98,6 +98,7 @@ def test_a_killed_and_resumed_run_has_each_trajectory_once_with_what_was_trained
     assert (end.end.outcome, end.step) == ("complete", STEPS)
 
 
+@pytest.mark.slow
 def test_trajectories_that_cannot_be_written_cost_warnings(tmp_path: Path) -> None:
     model, run = tiny_model(tmp_path / "model"), tmp_path / "run"
     config = write_experiment(

@@ -33,6 +33,7 @@ def reward_model(folder: Path, model: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_policy_is_rewarded_by_a_reward_model_of_the_run(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
     taste = reward_model(tmp_path / "taste", model)

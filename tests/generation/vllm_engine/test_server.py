@@ -217,6 +217,7 @@ def test_a_server_samples_with_the_weights_of_a_run(served: Served, tmp_path: Pa
 
 
 @pytest.mark.ci
+@pytest.mark.slow
 def test_the_ranks_of_a_server_read_their_parts(dense: tuple[Path, Any], tmp_path: Path) -> None:
     """Complete versions and changes, of a server with two ranks."""
     with serve(dense, tmp_path, ranks=2) as server:
