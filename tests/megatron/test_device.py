@@ -1,10 +1,14 @@
 """How a process of a GPU is set up, without one."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch._dynamo as dynamo
 
 from nemorl.megatron.device import select_device
+from tests.megatron.cases import start_worker
+from tests.megatron.examples import layout, policy_config
 
 
 def test_attention_on_a_gpu_does_not_build_a_graph_for_each_shape(monkeypatch):
@@ -36,3 +40,25 @@ def test_nothing_is_compiled_for_a_cpu():
     dynamo.utils.counters.clear()
     fused(torch.ones(2))
     assert not dynamo.utils.counters["stats"]
+
+
+def threads_of_connections(rank, world_size, rendezvous, config):
+    """How many threads of gloo's devices a worker adds: each wakes up 100 times a second."""
+
+    def count() -> int:
+        names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+        return names.count("gloo_tcp_loop")
+
+    before = count()
+    worker = start_worker(rank, world_size, rendezvous, config)
+    added = count() - before
+    worker.close()
+    return added
+
+
+def test_groups_of_one_member_share_a_thread(pool, model):
+    alone = policy_config(model("llama")[1])
+    (added,) = pool.run(1, threads_of_connections, alone)
+    assert added <= 1  # an earlier worker of this process has started it
+    of_two = pool.run(2, threads_of_connections, alone.model_copy(update={"layout": layout(tp=2)}))
+    assert 0 < max(of_two) < 15
