@@ -10,7 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scale.py"
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_rows_are_of_the_work_that_was_asked_for(tmp_path: Path) -> None:
     sizes = ["--workers", "8", "128", "--trajectories-per-worker", "4"]
     lasting = ["--steps", "1", "--generation-seconds", "0.5"]

@@ -52,6 +52,7 @@ def joined(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
 
 
+@pytest.mark.slow
 def test_a_policy_over_two_nodes_trains_as_on_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(tmp_path / "model")
     taste = {

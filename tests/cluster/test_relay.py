@@ -24,6 +24,7 @@ from nemorl.cluster.logs import process_of
 from nemorl.cluster.placement import Placement, WorkerRequest, reserve
 from nemorl.cluster.runtime import ClusterRuntime
 from tests.cluster.recorders import start_recorders
+from tests.selection import in_all
 
 LIMITS = {"stage": "testing", "seconds": 60.0}
 
@@ -117,7 +118,7 @@ def test_each_rank_that_is_asked_has_its_answer_or_error(group: WorkerGroup) -> 
     assert not group.has_ended
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, *in_all(signal.SIGSTOP)])
 def test_the_ranks_of_lost_relays_are_called_without_them(
     group: WorkerGroup, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
