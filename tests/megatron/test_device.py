@@ -1,13 +1,11 @@
 """How a process of a GPU is set up, without one."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch._dynamo as dynamo
 
 from nemorl.megatron.device import select_device
-from tests.megatron.cases import start_worker
+from tests.megatron.cases import num_threads, start_worker
 from tests.megatron.examples import layout, policy_config
 
 
@@ -44,14 +42,9 @@ def test_nothing_is_compiled_for_a_cpu():
 
 def threads_of_connections(rank, world_size, rendezvous, config):
     """How many threads of gloo's devices a worker adds: each wakes up 100 times a second."""
-
-    def count() -> int:
-        names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
-        return names.count("gloo_tcp_loop")
-
-    before = count()
+    before = num_threads("gloo_tcp_loop")
     worker = start_worker(rank, world_size, rendezvous, config)
-    added = count() - before
+    added = num_threads("gloo_tcp_loop") - before
     worker.close()
     return added
 

@@ -1,14 +1,13 @@
 """Experts: every layout computes what one process computes."""
 
 import gc
-import os
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from nemorl.megatron.export import export_hf
-from tests.megatron.cases import live, start_worker
+from tests.megatron.cases import live, num_threads, start_worker
 from tests.megatron.course import assert_same_course
 from tests.megatron.examples import layout, policy_config, ragged_batch
 from tests.selection import in_all
@@ -44,17 +43,17 @@ def test_five_steps_equal_one_process(run, family, name):
         assert_same_course(life, alone)
 
 
-def num_threads(rank, world_size, rendezvous):
+def threads_of_groups(rank, world_size, rendezvous):
     gc.collect()
-    return len(os.listdir("/proc/self/task"))
+    return num_threads("pt_gloo_runloop")
 
 
 def test_a_closed_worker_lets_go_of_its_threads(pool, model):
     """Some fifty of gloo; what the dispatcher kept of the last forward pass held the model, and that them."""
     config = policy_config(model("qwen3-moe")[1])
-    before = pool.run(1, num_threads)[0]
+    before = pool.run(1, threads_of_groups)[0]
     pool.run(1, live, config, [ragged_batch()], 3)
-    assert pool.run(1, num_threads)[0] <= before
+    assert pool.run(1, threads_of_groups)[0] <= before
 
 
 def save(rank, world_size, rendezvous, config, folder):
