@@ -12,6 +12,7 @@ import pytest
 from nemorl.rehearsal.ranks import compare, faults, hollow
 from tests.rehearsal.experiments import LLAMA_8B, QWEN3_MOE, VLLM, experiment
 from tests.rehearsal.kernel_libraries import APEX, TRANSFORMER_ENGINE, rehearse_with
+from tests.selection import in_all
 
 MODELS = {"dense": LLAMA_8B, "experts": QWEN3_MOE}
 DENSE_LAYOUT = {"data_parallel_size": 8}
@@ -27,8 +28,14 @@ OF_APEX = {
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("stand_in", "header"), [(TRANSFORMER_ENGINE, OF_ENGINE), (APEX, OF_APEX)])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "stand_in", "header"),
+    [
+        ("experts", TRANSFORMER_ENGINE, OF_ENGINE),
+        ("dense", APEX, OF_APEX),
+        *in_all(("dense", TRANSFORMER_ENGINE, OF_ENGINE), ("experts", APEX, OF_APEX)),
+    ],
+)
 def test_a_policy_runs_on_their_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, stand_in: Path, header: Mapping[str, Any]
 ) -> None:

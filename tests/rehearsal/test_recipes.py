@@ -9,6 +9,7 @@ import pytest
 from nemorl.plan.memory import stage_memory
 from nemorl.rehearsal.ranks import compare, faults, planned_parts, rehearse_all
 from tests.plan.recipes import FILES, FOLDER, recipe
+from tests.selection import in_all
 
 RECORDED: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[2] / "docs" / "results" / "recipes.json").read_text(encoding="utf-8")
@@ -35,7 +36,7 @@ def test_all_recipes_were_rehearsed() -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", ["grpo-gemma3-1b-1n8g-dp8", "reward_model-llama3.1-8b-1n8g-tp2dp4"])
+@pytest.mark.parametrize("name", ["grpo-gemma3-1b-1n8g-dp8", *in_all("reward_model-llama3.1-8b-1n8g-tp2dp4")])
 def test_rehearsing_a_recipe_again_measures_what_is_recorded(name: str) -> None:
     """Norms and gates of Gemma, and a scalar head."""
     experiment = recipe(FOLDER / f"{name}.yaml").experiment
