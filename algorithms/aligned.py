@@ -283,16 +283,16 @@ class AlignedLoss:
         assert batch.units is not None, "the sequences of a text are one unit"
         assert entropy is not None, "the loss requires the entropy"
         config, mask, numbers = self.config, batch.loss_mask, batch.chunk_numbers()
-        texts, text_of_token = batch.units.unique(return_inverse=True)
+        units, text_of_token = batch.units.unique(return_inverse=True)
         entropies = -(batch.weights * logprobs[:, 0])
-        cross_entropy = logprobs.new_zeros(len(texts)).index_add(0, text_of_token, entropies)
+        cross_entropy = logprobs.new_zeros(len(units)).index_add(0, text_of_token, entropies)
         divergence = torch.zeros_like(cross_entropy)
         names = sorted(name.removeprefix("distillation/") for name in config.loss.metrics)
         sums = {f"{of}/{name}": logprobs.new_zeros(()) for name in names for of in ("distillation", "chunks")}
-        readings = self._texts(batch)
-        sums |= self._of_teachers(batch, numbers, readings)
+        texts = self._texts(batch)
+        sums |= self._of_teachers(batch, numbers, texts)
         matches = logprobs.new_zeros(())
-        for text in readings:
+        for text in texts:
             place = text_of_token[text[0].start : text[0].start + 1]
             for teacher, weight, compared in self._terms(batch, logprobs[:, 1:], numbers, text):
                 scale = weight / self.num_chunks[teacher] * config.loss.temperature**2

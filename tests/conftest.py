@@ -4,6 +4,7 @@ Both run two processes: most tests wait for processes to start more than they co
 """
 
 import gc
+from collections.abc import Generator
 
 import pytest
 from hypothesis import settings
@@ -43,17 +44,13 @@ ONLY_IN_CI = {
     "tests/megatron/test_transformer_engine.py",
     "tests/models/test_policy_layout.py",
     "tests/rollout/test_environment_actors.py",
-    "tests/run/test_autoscaled_runs.py",
     "tests/run/test_critic_runs.py",
     "tests/run/test_data_of_runs.py",
     "tests/run/test_engines_of_runs.py",
     "tests/run/test_faults_of_runs.py",
     "tests/run/test_guards.py",
-    "tests/run/test_lost_nodes.py",
     "tests/run/test_megatron_generation.py",
     "tests/run/test_restarts.py",
-    "tests/run/test_profiles_of_runs.py",
-    "tests/run/test_reward_runs.py",
     "tests/run/test_updates_while_sampling.py",
     "tests/run/test_supervise.py",
     "tests/run/test_vllm_runs.py",
@@ -83,16 +80,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
-def pytest_sessionstart() -> None:
-    """Imports, whose objects stay, take a fourth longer with the collector of garbage."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import all modules without the garbage collector, which later leaves out what they created."""
     gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    """No collection goes through what the imports left."""
-    gc.enable()
-    gc.collect()
-    gc.freeze()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 class ByWhatIsShared(LoadScopeScheduling):

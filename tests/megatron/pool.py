@@ -76,7 +76,6 @@ def pool_with(stand_in: Path) -> Iterator[Pool]:
 
 def _serve(pipe: Connection) -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}  # as policy processes have them
-    frozen = False
     while True:
         try:
             number, function, args = pipe.recv()
@@ -89,9 +88,6 @@ def _serve(pipe: Connection) -> None:
             _leave_group()
         # A worker that is gone hangs in reference cycles, and with it some fifty threads of gloo.
         gc.collect()
-        if not frozen:  # a collection would go through all that the imports left, every time
-            gc.freeze()
-            frozen = True
 
 
 def _leave_group() -> None:

@@ -137,8 +137,7 @@ ETP = {
     ("family", "name"),
     [
         ("mixtral", "TP2-SP DP2 EP2 ETP2"),
-        pytest.param("qwen3-moe", "DP2 ETP2", marks=pytest.mark.slow),
-        pytest.param("mixtral", "DP4 EP2 ETP2", marks=pytest.mark.slow),
+        *in_all(("qwen3-moe", "DP2 ETP2"), ("mixtral", "DP4 EP2 ETP2")),
     ],
 )
 def test_copies_that_share_the_matrices_of_experts_equal_one_process(run, family, name):

@@ -20,6 +20,7 @@ from tests.rehearsal import faults as planted
 from tests.rehearsal import shared_prompts
 from tests.rehearsal.experiments import LLAMA_8B, LLAMA_70B, QWEN3_MOE, VLLM, experiment
 from tests.rehearsal.processes import alone
+from tests.selection import in_all
 
 PHASES = ("load", "logprobs", "train", "refit", "offload", "decode")
 AUTO = {"name": "auto"}
@@ -301,9 +302,9 @@ def test_a_setting_that_the_plan_chooses_fits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "recompute"),
     [
-        pytest.param({}, NONE, marks=pytest.mark.slow),
+        *in_all(({}, NONE)),
         ({"tensor_parallel_size": 2, "sequence_parallel": True, "pipeline_parallel_size": 2}, NONE),
-        pytest.param({}, {"name": "full"}, marks=pytest.mark.slow),
+        *in_all(({}, {"name": "full"})),
     ],
 )
 def test_layers_for_further_tokens_are_planned_within_a_tenth(

@@ -41,9 +41,9 @@ def wait(met: Callable[[], bool], what: str) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 # The head has places for what the run begins with.
 @pytest.mark.parametrize("cluster", [(3, 1)], indirect=True)
-@pytest.mark.slow
 def test_an_engine_joins_with_a_node_is_lost_with_it_and_gives_another_back(
     cluster: LocalAutoscalingCluster, tmp_path: Path
 ) -> None:

@@ -28,7 +28,6 @@ def with_further_tokens(like: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.ci
 @pytest.mark.slow
 def test_layer_and_head_are_trained_and_exported_and_engines_draft_by_the_layer(
     folder: Path, model: Path

@@ -46,8 +46,8 @@ def test_several_updates_replicas_and_rollout_workers(folder: Path, model: Path)
     assert {name for s in steps for name in s.values} <= known_figures(folder / "several")
 
 
-@pytest.mark.parametrize(("group", "rank"), [("policy", 1), ("generation", 0), ("rollout", 0)])
 @pytest.mark.slow
+@pytest.mark.parametrize(("group", "rank"), [("policy", 1), ("generation", 0), ("rollout", 0)])
 def test_a_killed_worker_ends_the_run_with_a_sentence(
     folder: Path, model: Path, group: str, rank: int
 ) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.run.runs import finish, lines, start, tiny_model, write_experiment
+from tests.selection import in_all
 
 # What is left of the gap where engine and trainer compute with the same weights, in float32.
 ROUNDING = 1e-4
@@ -15,9 +16,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("models") / "model")
 
 
-@pytest.mark.parametrize(
-    "mode", ["continue", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("finish", "restart"))]
-)
+@pytest.mark.parametrize("mode", ["continue", *in_all("finish", "restart")])
 def test_an_asynchronous_run_by_mode(tmp_path: Path, model: Path, mode: str) -> None:
     config = write_experiment(
         tmp_path, model, "run",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.selection import in_all
 from tests.slurm.jobs import NODE_LOST, Job, Place, command_line, until
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +52,7 @@ class StubRun:
         self.job.leaves_nothing()
 
 
-@pytest.mark.parametrize("partition", ["normal", pytest.param("scavenge", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("partition", ["normal", *in_all("scavenge")])
 def test_pre_empted(place, partition):
     """With a grace time, in which it ends and would not come back, and without."""
     run = StubRun(place, f"urgent-{partition}", "--partition", partition)

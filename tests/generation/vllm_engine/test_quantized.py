@@ -37,6 +37,7 @@ from tests.generation.vllm_engine.exchange import checkpoint, exchange_of
 from tests.generation.vllm_engine.models import make, write_tokenizer
 from tests.generation.vllm_engine.test_engine import PLAIN, collect, gaps, group
 from tests.required import require_module
+from tests.selection import in_all
 
 pytestmark = pytest.mark.ci  # two engines, each of which takes half a minute to start
 INT8 = QuantizationConfig(format="int8", ignore=("model.layers.0.mlp.down_proj",))
@@ -101,7 +102,7 @@ multiplies_int8 = pytest.mark.skipif(
 
 
 @multiplies_int8
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", *in_all("gpt_oss")])
 @torch.no_grad()
 def test_vllm_loads_an_exported_folder(model_folder: Path, tmp_path: Path, family: str) -> None:
     """Of gpt-oss, whose experts are one tensor, with attention in int8."""
@@ -120,7 +121,7 @@ def test_vllm_loads_an_exported_folder(model_folder: Path, tmp_path: Path, famil
     assert 0.01 < distances(network).mean() < 0.1  # what int8 costs this model of random weights
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", *in_all("qwen3_moe")])
 def test_a_reload_of_vllm_takes_updates_with_scales_of_activations(
     tmp_path: Path, model_folder: Path, family: str
 ) -> None:
@@ -223,9 +224,7 @@ def test_workers_quantize_what_they_load_and_receive(engine: Any, dense: Any) ->
                 assert completion.logprobs.tolist() == loaded[name].logprobs.tolist()
 
 
-@pytest.mark.parametrize(
-    "quantizes", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=multiplies_int8)]
-)
+@pytest.mark.parametrize("quantizes", [*in_all(False), pytest.param(True, marks=multiplies_int8)])
 def test_updates_reach_experts_that_are_one_tensor(
     tmp_path: Path, model_folder: Path, quantizes: bool
 ) -> None:

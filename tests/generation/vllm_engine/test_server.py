@@ -35,6 +35,7 @@ from tests.generation.vllm_engine.exchange import Receivers
 from tests.generation.vllm_engine.models import VOCABULARY
 from tests.generation.vllm_engine.policy import Policy, changed
 from tests.required import require_module
+from tests.selection import in_all
 from tests.weights.store_server import StoreServer, serving
 
 KEY = "VLLM_API_KEY"
@@ -196,7 +197,7 @@ def check_updates(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("update", ["staged", pytest.param("in_place", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("update", ["staged", *in_all("in_place")])
 def test_a_server_samples_with_the_weights_of_a_run(served: Served, tmp_path: Path, update: Any) -> None:
     prompts = Prompts().several(4)
     client = Client(served.url, served.model, update=update)
@@ -216,7 +217,6 @@ def test_a_server_samples_with_the_weights_of_a_run(served: Served, tmp_path: Pa
     client.close()
 
 
-@pytest.mark.ci
 @pytest.mark.slow
 def test_the_ranks_of_a_server_read_their_parts(dense: tuple[Path, Any], tmp_path: Path) -> None:
     """Complete versions and changes, of a server with two ranks."""
