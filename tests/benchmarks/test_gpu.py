@@ -19,7 +19,7 @@ from tests.rehearsal.processes import alone
 from tests.selection import in_all
 
 ROOT = Path(__file__).parents[2]
-IN_CI = ("parity", "training")
+IN_CI = ("training", "engine")
 # What is not on a machine that has torch and the wheels of tools/gpu_wheels.sh.
 MISSING = (
     *("ray", "vllm", "aiohttp", "plotly", "pebble", "math_verify", "reasoning_gym", "transformers"),
@@ -66,7 +66,7 @@ def test_every_part_runs_without_ray_vllm_and_transformers(tmp_path: Path, part:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("part", ["training", "engine", *in_all("parity", "memory", "quantization")])
+@pytest.mark.parametrize("part", [*IN_CI, *in_all("parity", "memory", "quantization")])
 def test_the_code_for_a_gpu_runs_on_the_pretended_accelerator(part: str) -> None:
     """No exception, and no operator with tensors of the host and of the device; values mean nothing.
 

@@ -4,6 +4,8 @@ import asyncio
 import os
 from pathlib import Path
 
+import pytest
+
 from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.placement import worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
@@ -108,6 +110,7 @@ def test_a_dead_actor_loses_its_own_episodes_and_returns(model_folder, tokenizer
     assert metrics["environment/actors_lost"] == metrics["environment/actors_restarted"] == 1
 
 
+@pytest.mark.slow
 def test_a_run_with_actors(tmp_path):
     model = tiny_model(tmp_path / "model")
     env = {"name": "chained_sums", "num_sums": 2, "placement": {"name": "actors", "num_actors": 2}}

@@ -32,6 +32,7 @@ def ask(port: int, model: Path) -> list[int]:
     return versions
 
 
+@pytest.mark.slow
 def test_a_run_continues_when_an_engine_dies_and_answers_during_it(
     folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
