@@ -6,6 +6,7 @@ is small compared with these (angles, masks, routing) is left out.
 
 import importlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -177,8 +178,9 @@ def stage_memory(
     pinned_state = state_copy
     if on_gpu:
         copies = trained.total // max(1, updated)  # among which each tensor of the state is spread
-        sizes = (elements // copies * _FLOAT32 for elements in stage_tensors(shape, layout, stage))
-        pinned_state = sum(map(pinned_bytes, sizes)) * (1 + policy.optimizer.num_moments)
+        tensors = stage_tensors(shape, layout, stage).items()
+        pinned = sum(count * pinned_bytes(elements // copies * _FLOAT32) for elements, count in tensors)
+        pinned_state = pinned * (1 + policy.optimizer.num_moments)
         if policy.lora is not None:  # many small tensors
             pinned_state = 2 * state_copy
     copies_state = experiment.checkpointing.enabled and experiment.checkpointing.asynchronous
@@ -204,8 +206,9 @@ def stage_memory(
     reference = parameters.total * item if has_reference else 0
     offloaded = 0
     if on_gpu and policy.offload.weights:  # in one buffer, and the reference tensor by tensor
-        tensors = (elements * item for elements in stage_tensors(shape, layout, stage))
-        offloaded += pinned_bytes(weights) + (sum(map(pinned_bytes, tensors)) if reference else 0)
+        tensors = stage_tensors(shape, layout, stage).items()
+        pinned = sum(count * pinned_bytes(elements * item) for elements, count in tensors)
+        offloaded += pinned_bytes(weights) + (pinned if reference else 0)
     if on_gpu and policy.offload.optimizer and not on_host:
         offloaded += pinned_state
 
@@ -390,8 +393,9 @@ def kept_elements(
     for chunk in range(chunks):
         with_experts = [shape.is_moe(i) for i in stage_layers(shape.num_layers, layout, stage, chunk)]
         layers = [widths[each] for each in with_experts]
-        passing = max(_passing(shape, policy, each, fused) for each in with_experts)
-        gradients = max(_gradients(shape, layout, each, fused) for each in with_experts)
+        kinds = set(with_experts)
+        passing = max(_passing(shape, policy, each, fused) for each in kinds)
+        gradients = max(_gradients(shape, layout, each, fused) for each in kinds)
         saved = _saved(shape, policy, layers)
         number = _offloaded(policy, len(layers))
         stays = sum(saved[number:])
@@ -568,6 +572,7 @@ class Parameters:
         return self.dense // copies + self.experts * shared // layout.stage_size
 
 
+@lru_cache(maxsize=256)  # of one layout, which is planned again with each setting of recomputation
 def stage_parameters(shape: ModelShape, layout: LayoutConfig, stage: int) -> Parameters:
     """Parameters of each rank of a pipeline stage, rows that pad the vocabulary included."""
     dense = experts = 0
@@ -579,9 +584,14 @@ def stage_parameters(shape: ModelShape, layout: LayoutConfig, stage: int) -> Par
     return Parameters(dense, experts)
 
 
-def stage_tensors(shape: ModelShape, layout: LayoutConfig, stage: int) -> list[int]:
-    """Elements of each parameter of a rank of a pipeline stage; of experts, all of a layer are one."""
-    return [elements for _, count, elements in _stage_rules(shape, layout, stage) for _ in range(count)]
+@lru_cache(maxsize=256)
+def stage_tensors(shape: ModelShape, layout: LayoutConfig, stage: int) -> Counter[int]:
+    """How many parameters of a rank of a pipeline stage have a number of elements; of experts, all of a layer
+    are one."""
+    tensors: Counter[int] = Counter()
+    for _, count, elements in _stage_rules(shape, layout, stage):
+        tensors[elements] += count
+    return tensors
 
 
 def _stage_rules(

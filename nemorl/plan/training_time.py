@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from statistics import NormalDist, fmean
 
 from nemorl.config.policy import AutoRecompute, PolicyConfig
@@ -117,17 +117,22 @@ class Lengths:
         parts = self.parts(_QUANTILES)
         return self.prompt + fmean(part**2 for part in parts) / fmean(parts) / 2
 
-    @cached_property
+    @property
     def _mu(self) -> float:
-        """By bisection: the cut mean rises with it."""
-        normal = NormalDist()
-        points = [self.sigma * normal.inv_cdf((i + 0.5) / _QUANTILES) for i in range(_QUANTILES)]
-        low, high = -10.0, math.log(self.limit) + 10 * self.sigma
-        for _ in range(60):
-            middle = (low + high) / 2
-            mean = fmean(min(self.limit, math.exp(middle + point)) for point in points)
-            low, high = (middle, high) if mean < self.response else (low, middle)
-        return low
+        return _mu_of_cut(self.response, self.limit, self.sigma)
+
+
+@lru_cache
+def _mu_of_cut(response: float, limit: float, sigma: float) -> float:
+    """Of a log-normal distribution with this mean after the cut. By bisection: the mean rises with it."""
+    normal = NormalDist()
+    points = [sigma * normal.inv_cdf((i + 0.5) / _QUANTILES) for i in range(_QUANTILES)]
+    low, high = -10.0, math.log(limit) + 10 * sigma
+    for _ in range(60):
+        middle = (low + high) / 2
+        mean = fmean(min(limit, math.exp(middle + point)) for point in points)
+        low, high = (middle, high) if mean < response else (low, middle)
+    return low
 
 
 @dataclass(frozen=True)
@@ -229,14 +234,14 @@ class Training:
         """A micro-batch of a copy in one stage, forward or both ways."""
         layout = self.policy.layout
         chunks = range(layout.virtual_pipeline_parallel_size)
-        layers = [i for chunk in chunks for i in stage_layers(self.shape.num_layers, layout, stage, chunk)]
+        runs = [stage_layers(self.shape.num_layers, layout, stage, chunk) for chunk in chunks]
+        layers = [layer for run in runs for layer in run]
         kinds = Counter((self.shape.is_moe(layer), self.shape.window(layer)) for layer in layers)
         cost = Cost()
         for (with_experts, window), count in kinds.items():
             cost += self._layer(with_experts, window, tokens, backward) * count
         if backward and self.policy.offloaded_layers:
-            for chunk in chunks:
-                cost += self._copies(stage_layers(self.shape.num_layers, layout, stage, chunk), tokens)
+            cost += self._copies(runs, tokens)
         if stage == layout.pipeline_parallel_size - 1:
             cost += self._head(tokens, backward)
             if backward and self.policy.multi_token_prediction is not None:
@@ -244,8 +249,8 @@ class Training:
                 cost += (self._further_layer(tokens) + self._head(tokens, backward=True)) * depth
         return cost + self._messages(tokens, layers) * (2 if backward else 1)
 
-    def _copies(self, layers: Sequence[int], tokens: float) -> Cost:
-        """Copies of a micro-batch's activations to the host and back that layers of a run do not hide.
+    def _copies(self, runs: Sequence[Sequence[int]], tokens: float) -> Cost:
+        """Copies of a micro-batch's activations to the host and back that layers of these runs do not hide.
 
         Each has the time of one pass of a layer, or of a group that is recomputed together, since computation
         waits for the copy before the last one. Nothing hides the way back of the last layer of a stage, if
@@ -254,16 +259,24 @@ class Training:
         layout, group = self.policy.layout, self.policy.recomputed_group
         size = tokens / layout.context_parallel_size * self.hardware.element_bytes
         rate = self.hardware.host_rate * self.attained.link
+
+        @cache
+        def passes(with_experts: bool, window: int | None) -> tuple[float, float]:
+            """Seconds of a layer of this kind, forward and both ways."""
+            ways = (self._layer(with_experts, window, tokens, backward) for backward in (False, True))
+            forward, both = (cost.seconds for cost in ways)
+            return forward, both
+
         exposed = 0.0
-        for number, width in enumerate(offloaded_widths(self.shape, self.policy, layers)):
-            copying = width * size / rate
-            own = layers[number * group : (number + 1) * group]
-            kinds = [(self.shape.is_moe(layer), self.shape.window(layer)) for layer in own]
-            forward = sum(self._layer(*kind, tokens, backward=False).seconds for kind in kinds)
-            both = sum(self._layer(*kind, tokens, backward=True).seconds for kind in kinds)
-            is_last = own[-1] == layers[-1] and layout.pipeline_parallel_size > 1
-            exposed += max(0.0, copying - forward)
-            exposed += copying if is_last else max(0.0, copying - (both - forward))
+        for layers in runs:
+            for number, width in enumerate(offloaded_widths(self.shape, self.policy, layers)):
+                copying = width * size / rate
+                own = layers[number * group : (number + 1) * group]
+                seconds = [passes(self.shape.is_moe(layer), self.shape.window(layer)) for layer in own]
+                forward, both = map(sum, zip(*seconds, strict=True))
+                is_last = own[-1] == layers[-1] and layout.pipeline_parallel_size > 1
+                exposed += max(0.0, copying - forward)
+                exposed += copying if is_last else max(0.0, copying - (both - forward))
         return Cost(link=exposed)
 
     def _layer(self, with_experts: bool, window: int | None, tokens: float, backward: bool) -> Cost:

@@ -179,8 +179,9 @@ def test_five_steps_equal_one_process(pool, model, alone, name):
     ("family", "lora", "name"),
     [
         ("llama-tied", SOME, "TP2-SP"),
-        ("deepseek-v3", ALL, "TP2-SP"),
-        *in_all(("llama-tied", SOME, "TP2-PP2"), ("qwen3-moe", ALL, "TP2-SP-EP2")),
+        *in_all(
+            ("llama-tied", SOME, "TP2-PP2"), ("deepseek-v3", ALL, "TP2-SP"), ("qwen3-moe", ALL, "TP2-SP-EP2")
+        ),
     ],
 )
 def test_five_steps_of_other_models_equal_one_process(pool, model, alone, family, lora, name):

@@ -98,9 +98,9 @@ def test_types_of_fewer_bits_save_what_they_are_shorter(configure: Configure) ->
 
 def pinned(item: int) -> int:
     """Bytes of the model where each parameter takes the next power of two, as pinned memory of torch does."""
-    elements = stage_tensors(SHAPE, LayoutConfig(), 0)
-    assert sum(elements) == WHOLE
-    return sum(2 ** math.ceil(math.log2(item * count)) for count in elements)
+    tensors = stage_tensors(SHAPE, LayoutConfig(), 0).items()
+    assert sum(count * elements for elements, count in tensors) == WHOLE
+    return sum(count * 2 ** math.ceil(math.log2(item * elements)) for elements, count in tensors)
 
 
 def test_pinned_memory_is_counted_in_powers_of_two(configure: Configure) -> None:

@@ -172,7 +172,7 @@ CASES = [
 ]
 # Attention of each kind, and experts in each layout.
 IN_CI = [
-    *((family, "tp2sp-cp2-dp2") for family in ("qwen2", "gemma3", "gpt-oss", "deepseek-v3")),
+    *((family, "tp2sp-cp2-dp2") for family in ("qwen2", "gpt-oss")),
     ("deepseek-v3", "tp2sp-pp2-ep4"),
     ("qwen3-moe", "tp2sp-dp32-ep4-etp2"),
     *(("llama-rope3", layout) for layout in LAYOUTS if layout != "tp2sp-cp2-dp2"),
@@ -235,7 +235,7 @@ DRAFTING = {
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("case", DRAFTING)
+@pytest.mark.parametrize("case", ["one stage", *in_all("recomputed", "two stages")])
 def test_the_plan_of_a_head_for_drafts_is_right_within_a_tenth(tmp_path: Path, case: str) -> None:
     layout, recompute = DRAFTING[case]
     sound = experiment(

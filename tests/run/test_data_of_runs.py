@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from tests.required import require_module
-from tests.selection import in_all
 
 from .runs import assert_same_run, finish, lines, start, tiny_model, write_experiment
 
@@ -54,7 +53,8 @@ def data_of(folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("staleness", [*in_all(0), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
 def test_a_resumed_run_draws_the_tasks_of_the_run_that_would_have_been(
     tmp_path: Path, staleness: int
 ) -> None:

@@ -26,6 +26,7 @@ from nemorl.models.registry import load_shape
 from nemorl.observe.metrics import StepMetrics
 from tests.required import require_vllm
 from tests.run.runs import finish, lines, start, worker_pid, write_experiment
+from tests.selection import in_all
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,7 @@ def run(
     return steps
 
 
+@pytest.mark.slow
 def test_changes_alone_go_from_two_policy_ranks_to_two_of_vllm(tmp_path: Path, model: Path) -> None:
     """In bfloat16, by real optimizer steps; all that an engine then has is compared with what was sent."""
     engine = {"backend": "vllm", "tensor_parallel_size": 2, "threads": 1, "delta": True}
@@ -117,16 +119,16 @@ def test_engines_sample_in_int8_while_the_policy_trains_in_float32(tmp_path: Pat
     assert all(s.values["version/lag"] == 0 for s in steps)
 
 
-@pytest.mark.parametrize("colocated", [False, True], ids=["apart", "colocated"])
+@pytest.mark.parametrize("placement", ["apart", *in_all("colocated")])
 def test_samples_of_an_asynchronous_run_have_the_logprobs_of_their_versions(
-    tmp_path: Path, model: Path, colocated: bool
+    tmp_path: Path, model: Path, placement: str
 ) -> None:
     """Sequences run over the updates, after which the KV cache is recomputed.
 
     Colocated, they wait outside of the engine while the policy trains.
     """
     engine = {"backend": "vllm", "threads": 1, "max_num_seqs": 1, "max_new_tokens": 112}
-    engine |= {"colocated": colocated}
+    engine |= {"colocated": placement == "colocated"}
     policy = {"layout": {}, "max_sequence_length": 128, "micro_batch_tokens": 1024,
               "optimizer": {"name": "adam", "lr": 1e-2}}  # fmt: skip
     stale = {"max_staleness": 1, "num_prompts_per_step": 2, "num_generations_per_prompt": 32,

@@ -175,7 +175,7 @@ def test_layouts_say_what_the_plan_offloads() -> None:
         "micro_batch_tokens": 65536,
     }
     changed = edit(text, [{"path": ["policy", field], "value": value} for field, value in policy.items()])
-    kept = {preset: compose.layouts(changed, file, preset, 16)["rows"] for preset in ("8x141", "1x24")}
+    kept = {preset: compose.layouts(changed, file, preset, 4)["rows"] for preset in ("8x141", "1x24")}
     assert any("; offloaded: the first " in row["recompute"] for row in kept["8x141"])
     assert not any("offloaded" in row["recompute"] for row in kept["1x24"])
 

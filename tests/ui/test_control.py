@@ -210,7 +210,7 @@ def test_a_run_is_started_once_stopped_with_its_last_step_and_resumed(tmp_path, 
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))  # of the rewards
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     model = tiny_model(tmp_path / "model")
-    algorithm = {"num_steps": 60, "validation": {"period": None, "at_start": False, "at_end": False}}
+    algorithm = {"num_steps": 30, "validation": {"period": None, "at_start": False, "at_end": False}}
     layout = {"tensor_parallel_size": 1}
     write_experiment(tmp_path, model, "run", algorithm=algorithm, policy={"layout": layout})
     folder = tmp_path / "run"
@@ -240,7 +240,7 @@ def test_a_run_is_started_once_stopped_with_its_last_step_and_resumed(tmp_path, 
 
     asked(tmp_path, stop)
     stopped_after = steps(folder)
-    assert 2 <= stopped_after < 60
+    assert 2 <= stopped_after < 30
     saved = max(int(path.name.removeprefix("step_")) for path in RunPaths(folder).checkpoints.glob("step_*"))
     assert saved == stopped_after
 
@@ -250,7 +250,7 @@ def test_a_run_is_started_once_stopped_with_its_last_step_and_resumed(tmp_path, 
         await until(lambda: run_status(folder, read_header(RunPaths(folder).header)).state == "complete")
 
     asked(tmp_path, resume)
-    assert [step.step for step in read_metrics(RunPaths(folder).metrics)] == [*range(1, 61)]
-    assert "step 60/60" in (RunPaths(folder).logs / OUTPUT).read_text(encoding="utf-8")
+    assert [step.step for step in read_metrics(RunPaths(folder).metrics)] == [*range(1, 31)]
+    assert "step 30/30" in (RunPaths(folder).logs / OUTPUT).read_text(encoding="utf-8")
     starts = json.loads(RunPaths(folder).header.read_text(encoding="utf-8"))
     assert [start["resumed_step"] for start in starts] == [None, saved]
