@@ -21,6 +21,7 @@ from nemorl.generation.torch_engine.engine import TorchHost
 from nemorl.generation.types import Completion, EngineOptions, GenerationRequest, SamplingParams
 from nemorl.generation.vllm_engine.arguments import (
     LEARNED_LAYOUT,
+    ONE_PROCESS,
     engine_arguments,
     environment,
 )
@@ -198,7 +199,7 @@ class TransformersBatching:
 
 
 class BareVllm:
-    """vLLM's offline interface with the arguments of our back end, without what that adds."""
+    """vLLM's offline interface with the arguments of our back end, in the processes that vLLM chooses."""
 
     def __init__(self, setting: Setting) -> None:
         config = VllmGenerationConfig(backend="vllm", max_num_seqs=setting.max_batch)
@@ -206,6 +207,7 @@ class BareVllm:
         self._folder = tempfile.TemporaryDirectory()
         os.environ |= environment(config, options, Path(self._folder.name))
         del os.environ[LEARNED_LAYOUT]
+        os.environ.pop(ONE_PROCESS, None)
         from vllm import LLM
         from vllm import SamplingParams as Params
 

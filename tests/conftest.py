@@ -45,7 +45,6 @@ ONLY_IN_CI = {
     "tests/models/test_policy_layout.py",
     "tests/rollout/test_environment_actors.py",
     "tests/run/test_critic_runs.py",
-    "tests/run/test_faults_of_runs.py",
     "tests/run/test_guards.py",
     "tests/run/test_megatron_generation.py",
     "tests/run/test_restarts.py",

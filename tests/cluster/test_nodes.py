@@ -131,6 +131,7 @@ def test_a_node_that_is_lost_is_named_once(cluster: Cluster, tmp_path: Path) -> 
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_a_group_follows_its_reservation_to_another_node_and_shrinks_to_what_is_left(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from nemorl.observe.metrics import StepMetrics
 from tests.run.runs import finish, lines, start, tiny_model, write_experiment
 
@@ -32,6 +34,7 @@ def last(steps: list[StepMetrics], name: str) -> float:
     return steps[-1].values[name] if steps else 0.0
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_outlives_its_only_engine_and_its_rollout_workers(tmp_path: Path) -> None:
     config = write_experiment(
         tmp_path, tiny_model(tmp_path / "model"), "faults", policy={"layout": {}},

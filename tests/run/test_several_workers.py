@@ -10,6 +10,7 @@ import pytest
 from tests.run.runs import finish, known_figures, lines, start, worker_pid, write_experiment
 
 
+@pytest.mark.slow
 def test_several_updates_replicas_and_rollout_workers(folder: Path, model: Path) -> None:
     config = write_experiment(
         folder,

@@ -112,6 +112,7 @@ def test_a_killed_driver_resumes_to_the_run_that_would_have_been(
     assert_same_run(resumed, lines(uninterrupted))
 
 
+@pytest.mark.slow
 def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(
     folder: Path, model: Path, uninterrupted: Path
 ) -> None:

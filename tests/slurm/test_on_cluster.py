@@ -53,6 +53,7 @@ def test_a_running_job_has_a_status_a_shell_and_is_cancelled(place):
     assert job.restarts == 0
 
 
+@pytest.mark.slow
 def test_an_experiment_that_does_not_fit_is_refused_before_ray_starts(place):
     """Five processes of one CPU each on a node of four, which `submit` does not know."""
     labels = "{rollout: {nemorl.io/node: n1}}"

@@ -23,6 +23,7 @@ LEARNED_LAYOUT = "NEMORL_VLLM_LEARNED_LAYOUT"  # learn, while loading, where sha
 TRAINED_DRAFTS = "NEMORL_VLLM_TRAINED_DRAFTS"  # updates bring the layers or the head that drafts too
 QUANTIZATION = "NEMORL_VLLM_QUANTIZATION"  # a `QuantizationConfig` by which workers quantize weights
 OWNER = "NEMORL_VLLM_OWNER"  # the process id of the replica, with which all processes of its engine end
+ONE_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # 0: a worker without others is in the engine's process
 EXTENSION = "nemorl.generation.vllm_engine.worker.VllmWorkerExtension"
 _BATCHED_TOKENS = 2048  # of a step, on a CPU
 
@@ -60,6 +61,10 @@ def environment(
             "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gigabytes),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several ranks on one NUMA node are refused otherwise
         }
+        if config.ranks_per_replica == 1:
+            # Otherwise vLLM 0.32 takes "mp" for "uni", to bind the threads of a worker. None is bound here,
+            # and EngineCore takes a core to poll for the answers of a worker in another process.
+            variables[ONE_PROCESS] = "0"
         if options.threads:
             variables["OMP_NUM_THREADS"] = str(max(1, options.threads // config.ranks_per_replica))
     return variables

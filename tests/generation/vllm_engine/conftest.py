@@ -51,7 +51,7 @@ class Running:
     async def _make(self, folder: Path, config: dict[str, Any]) -> Any:
         from nemorl.config.generation import VllmGenerationConfig
         from nemorl.generation.types import EngineOptions
-        from nemorl.generation.vllm_engine.arguments import LEARNED_LAYOUT, QUANTIZATION
+        from nemorl.generation.vllm_engine.arguments import LEARNED_LAYOUT, ONE_PROCESS, QUANTIZATION
         from nemorl.generation.vllm_engine.host import VllmHost
 
         host = VllmHost(
@@ -61,7 +61,7 @@ class Running:
             quantization=self._quantization,
         )
         await host.start()
-        for variable in (LEARNED_LAYOUT, QUANTIZATION):  # not for the next engine
+        for variable in (LEARNED_LAYOUT, ONE_PROCESS, QUANTIZATION):  # not for the next engine
             os.environ.pop(variable, None)
         return host
 

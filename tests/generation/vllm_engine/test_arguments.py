@@ -11,6 +11,7 @@ from nemorl.config.quantization import QuantizationConfig
 from nemorl.generation.types import EngineOptions
 from nemorl.generation.vllm_engine.arguments import (
     LEARNED_LAYOUT,
+    ONE_PROCESS,
     QUANTIZATION,
     TRAINED_DRAFTS,
     engine_arguments,
@@ -106,6 +107,12 @@ def test_a_cpu_reads_prompts_whole() -> None:
 
 def test_ranks_divide_the_threads_of_a_replica() -> None:
     assert started(config(tensor_parallel_size=2), device="cpu", threads=4)["OMP_NUM_THREADS"] == "2"
+
+
+def test_only_on_a_cpu_a_variable_keeps_a_single_worker_in_the_process_of_its_engine() -> None:
+    assert started(config(), device="cpu")[ONE_PROCESS] == "0"
+    assert ONE_PROCESS not in started(config(tensor_parallel_size=2), device="cpu")
+    assert ONE_PROCESS not in started(config(), device="cuda")
 
 
 def test_workers_learn_the_layout_on_every_device_where_shards_are_written() -> None:

@@ -67,6 +67,10 @@ def _weights_of_the_folder(one: Any, dense: Any, pristine: dict[str, torch.Tenso
         asyncio.run(exchange_of(one, dense[0], of_network(*dense)).refit(one.host.version + 1))
 
 
+def test_a_worker_without_others_is_in_the_process_of_its_engine(one: Any) -> None:
+    assert list(one.processes) == ["EngineCore"]
+
+
 def test_completions_say_what_was_sampled(one: Any, dense: Any) -> None:
     requests = group("", 5, 12, PLAIN) + group("hot", 3, 12, SamplingParams(temperature=1.7))
     completions = one.run(collect(one.host, requests))
