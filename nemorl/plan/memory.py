@@ -7,7 +7,7 @@ is small compared with these (angles, masks, routing) is left out.
 import importlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
@@ -178,8 +178,7 @@ def stage_memory(
     pinned_state = state_copy
     if on_gpu:
         copies = trained.total // max(1, updated)  # among which each tensor of the state is spread
-        tensors = stage_tensors(shape, layout, stage).items()
-        pinned = sum(count * pinned_bytes(elements // copies * _FLOAT32) for elements, count in tensors)
+        pinned = _pinned_tensors(shape, layout, stage, lambda elements: elements // copies * _FLOAT32)
         pinned_state = pinned * (1 + policy.optimizer.num_moments)
         if policy.lora is not None:  # many small tensors
             pinned_state = 2 * state_copy
@@ -206,9 +205,9 @@ def stage_memory(
     reference = parameters.total * item if has_reference else 0
     offloaded = 0
     if on_gpu and policy.offload.weights:  # in one buffer, and the reference tensor by tensor
-        tensors = stage_tensors(shape, layout, stage).items()
-        pinned = sum(count * pinned_bytes(elements * item) for elements, count in tensors)
-        offloaded += pinned_bytes(weights) + (pinned if reference else 0)
+        offloaded += pinned_bytes(weights)
+        if reference:
+            offloaded += _pinned_tensors(shape, layout, stage, lambda elements: elements * item)
     if on_gpu and policy.offload.optimizer and not on_host:
         offloaded += pinned_state
 
@@ -340,6 +339,14 @@ def _scores_twice(experiment: Experiment) -> bool:
 def pinned_bytes(size: int) -> int:
     """Bytes that torch takes for pinned memory of `size`: the next power of two, which it keeps."""
     return 1 << (size - 1).bit_length() if size else 0
+
+
+def _pinned_tensors(
+    shape: ModelShape, layout: LayoutConfig, stage: int, size_of: Callable[[int], int]
+) -> int:
+    """`pinned_bytes` of each tensor of a stage on its own, whose bytes follow from its elements."""
+    tensors = stage_tensors(shape, layout, stage).items()
+    return sum(count * pinned_bytes(size_of(elements)) for elements, count in tensors)
 
 
 def sampling_bytes(sequences: int, shape: ModelShape, *, gpus: bool = False) -> int:
@@ -572,7 +579,6 @@ class Parameters:
         return self.dense // copies + self.experts * shared // layout.stage_size
 
 
-@lru_cache(maxsize=256)  # of one layout, which is planned again with each setting of recomputation
 def stage_parameters(shape: ModelShape, layout: LayoutConfig, stage: int) -> Parameters:
     """Parameters of each rank of a pipeline stage, rows that pad the vocabulary included."""
     dense = experts = 0
@@ -584,7 +590,6 @@ def stage_parameters(shape: ModelShape, layout: LayoutConfig, stage: int) -> Par
     return Parameters(dense, experts)
 
 
-@lru_cache(maxsize=256)
 def stage_tensors(shape: ModelShape, layout: LayoutConfig, stage: int) -> Counter[int]:
     """How many parameters of a rank of a pipeline stage have a number of elements; of experts, all of a layer
     are one."""
@@ -594,10 +599,15 @@ def stage_tensors(shape: ModelShape, layout: LayoutConfig, stage: int) -> Counte
     return tensors
 
 
+@lru_cache(maxsize=256)  # of one layout, which is planned again with each setting of recomputation
 def _stage_rules(
     shape: ModelShape, layout: LayoutConfig, stage: int
-) -> Iterator[tuple[WeightRule, int, int]]:
+) -> tuple[tuple[WeightRule, int, int], ...]:
     """Rules of the parameters that each rank of a stage has, their number, and the elements of one."""
+    return tuple(_rules_of(shape, layout, stage))
+
+
+def _rules_of(shape: ModelShape, layout: LayoutConfig, stage: int) -> Iterator[tuple[WeightRule, int, int]]:
     chunks = range(layout.virtual_pipeline_parallel_size)
     layers = [layer for chunk in chunks for layer in stage_layers(shape.num_layers, layout, stage, chunk)]
     last = layout.pipeline_parallel_size - 1

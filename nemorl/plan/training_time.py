@@ -263,9 +263,9 @@ class Training:
         @cache
         def passes(with_experts: bool, window: int | None) -> tuple[float, float]:
             """Seconds of a layer of this kind, forward and both ways."""
-            ways = (self._layer(with_experts, window, tokens, backward) for backward in (False, True))
-            forward, both = (cost.seconds for cost in ways)
-            return forward, both
+            forward = self._layer(with_experts, window, tokens, backward=False)
+            both = self._layer(with_experts, window, tokens, backward=True)
+            return forward.seconds, both.seconds
 
         exposed = 0.0
         for layers in runs:
@@ -273,7 +273,7 @@ class Training:
                 copying = width * size / rate
                 own = layers[number * group : (number + 1) * group]
                 seconds = [passes(self.shape.is_moe(layer), self.shape.window(layer)) for layer in own]
-                forward, both = map(sum, zip(*seconds, strict=True))
+                forward, both = sum(one for one, _ in seconds), sum(two for _, two in seconds)
                 is_last = own[-1] == layers[-1] and layout.pipeline_parallel_size > 1
                 exposed += max(0.0, copying - forward)
                 exposed += copying if is_last else max(0.0, copying - (both - forward))

@@ -16,9 +16,10 @@ from nemorl.observe.metrics import read_metrics
 from nemorl.observe.run_folder import RunPaths
 from nemorl.rollout.stored import RolloutFiles
 from tests.run.runs import tiny_model, write_experiment
-from tests.ui.browser import TIMEOUT_MS, browser_of, served
+from tests.ui.browser import browser_of, served
 
 STEPS = 400
+RUN_MS = 180_000  # in which a run starts on a slow and busy machine
 FROZEN = re.compile("longer than usual|does not answer|makes no progress")
 pytestmark = pytest.mark.ci
 
@@ -48,7 +49,7 @@ def steps_of(folder: Path) -> int:
     return len(read_metrics(path)) if path.exists() else 0
 
 
-def until(reached: object, seconds: float = TIMEOUT_MS / 1000) -> None:
+def until(reached: object, seconds: float = RUN_MS / 1000) -> None:
     assert callable(reached)
     deadline = time.monotonic() + seconds
     while not reached():
@@ -62,6 +63,7 @@ def test_from_an_experiment_to_a_resumed_run(tmp_path: Path) -> None:
     with served(tmp_path) as (url, token, server):
         with browser_of(url, token) as shown:
             page = shown.page
+            page.set_default_timeout(RUN_MS)
             for name in ("short", "long"):  # started from Compose, in sequence
                 shown.open(f"compose?file={name}.yaml")
                 page.locator("#verdict", has_text=re.compile("^OK")).wait_for()
@@ -126,6 +128,7 @@ def test_from_an_experiment_to_a_resumed_run(tmp_path: Path) -> None:
         assert psutil.pid_exists(resumed.pid)
     with served(tmp_path) as (url, token, server), browser_of(url, token, theme="dark") as shown:
         page = shown.page
+        page.set_default_timeout(RUN_MS)
         shown.open("watch?run=runs/long")
         page.get_by_role("button", name="Stop").click()
         page.locator("[data-state=stopped]").wait_for()
