@@ -158,8 +158,7 @@ def measure_ways(case: Case, policy: Ranks, engines: Ranks, folder: Path, rounds
             options = TransportOptions(transport, str(folder / f"versions, {case.name}"))
             ways[transport] = exchange_by(options, policy, engines, stats, transport)
         for name, transport in LESS_CHECKED.items():
-            url = str(folder / f"less checked, {case.name}")
-            options = TransportOptions(transport, url, check_one_in=CHECKED_ON_GPUS)
+            options = TransportOptions(transport, check_one_in=CHECKED_ON_GPUS)
             ways[name] = exchange_by(options, policy, engines, stats, name)
         peaks, cpu = {}, dict.fromkeys(ways, 0.0)
         expected = None

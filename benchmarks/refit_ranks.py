@@ -42,9 +42,7 @@ if find_spec("nixl") is not None:
     TRANSPORTS += ("nixl",)
 # One tensor in this number is checked in a refit between GPUs; on a CPU it is each.
 CHECKED_ON_GPUS = 16
-LESS_CHECKED: dict[str, Transport] = {
-    f"{transport}, 1 in {CHECKED_ON_GPUS} checked": transport for transport in ("gloo", "files")
-}
+LESS_CHECKED: dict[str, Transport] = {f"gloo, 1 in {CHECKED_ON_GPUS} checked": "gloo"}
 ON_ONE_GPU: tuple[Transport, ...] = ("cuda_ipc", "shared_memory")
 Gathering = Sequence[tuple[str, Sequence[tuple[int, TensorSlice]]]]  # by tensor: who brings which box
 

@@ -20,14 +20,6 @@ def gpu(rank: int) -> torch.device | None:
     return torch.device(accelerator.type, rank % torch.accelerator.device_count())
 
 
-def words_per_pass(device: torch.device) -> int:
-    """Words of 32 bits that one kernel of a long sum reads: on a CPU, what stays in a core's cache (512 KB).
-
-    On a GPU the launches cost more than the memory that the products take (128 MB).
-    """
-    return 1 << (24 if _is_gpu(device) else 17)
-
-
 def prefill_tokens(device: torch.device) -> int:
     """Tokens of one forward pass over prompts, padding included, which bound the activations.
 

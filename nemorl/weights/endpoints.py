@@ -73,6 +73,7 @@ class Arrivals:
     num_bytes: int = 0  # received; with files, read
     read: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # see `arriving`
     folder: str | None = None  # that has the last piece as a complete box
+    version: StoredVersion | None = None  # that is read
     clock: StageClock = field(default_factory=StageClock)  # who takes a piece ends the stage of that
 
 
@@ -87,7 +88,8 @@ def arriving(
 ) -> Iterator[Arrivals]:
     """Meet the senders, or open their files. Buckets of changes go to `change` and give no pieces.
 
-    Of files, the fingerprints of all boxes are in `read`, by tensor; values that are `held` are not read.
+    Of files, the fingerprints of all boxes are in `read`, by tensor, for `Receiver._check_read`; values that
+    are `held` are not read.
     """
     arrivals = Arrivals()
     clock = arrivals.clock
@@ -126,7 +128,7 @@ def arriving(
     if session.transport == "files":
         version = StoredVersion(session.place, session.version)
         clock.end("connect")
-        arrivals.pieces = read(version)
+        arrivals.version, arrivals.pieces = version, read(version)
         yield arrivals
     elif not part.buckets:
         yield arrivals
@@ -313,6 +315,21 @@ class Receiver(ABC):
             reason = f"was requested to use version {version}, but has received {received}"
             raise RefitFailed(f"{self._name} {reason}")
 
+    def _check_read(self, arrivals: Arrivals, layout: ReceiverLayout, found: Mapping[str, int]) -> None:
+        """Compare fingerprints, by tensor, with those of files, which no sender reports.
+
+        Raises `CorruptWeights`, which names the box if it is another than was written.
+        """
+        for name, expected in arrivals.read.items():
+            if combine(expected) == found[name]:
+                continue
+            assert arrivals.version is not None, "only files have been read"
+            for need, dtype in zip(layout.slices, layout.dtypes, strict=True):
+                if need.name == name:
+                    arrivals.version.verify(need, torch_dtype(dtype))
+            reason = f"read {name} for version {arrivals.version.version}, but holds other values"
+            raise CorruptWeights(f"{self._name} {reason}")
+
     def _unfinished(self, session: RefitSession, how: str) -> str:
         update = f"{self._name} was being brought to version {session.version} {how}, which did not finish"
         return f"{update}: its weights are of two versions until a complete refit"
@@ -396,11 +413,11 @@ class WeightReceiver(Receiver):
                 values = local_view(weights, need)
                 held_sums[need.name].append(queue_fingerprint(values, need.start, need.shape))
         found = _combined(held_sums)
-        for name, expected in arrivals.read.items():  # no sender reports fingerprints of files
-            if combine(expected) != found[name]:
-                boxes.clear()
-                reason = f"read {name} for version {session.version}, but holds other values"
-                raise CorruptWeights(f"{self._name} {reason}")
+        try:
+            self._check_read(arrivals, layout, found)
+        except CorruptWeights:
+            boxes.clear()
+            raise
         self._has_received(update)
         arrivals.clock.end("fingerprint")
         return ReceiveReport({} if arrivals.read else found, arrivals.num_bytes, arrivals.clock.seconds)

@@ -231,7 +231,9 @@ class WeightExchange:
             if isinstance(venue, FileVenue):  # the version is complete before it is read
                 sent = await self._senders.send(session)
                 await asyncio.to_thread(venue.complete, session, route.sender_parts, sent)
-                return sent, await self._receivers.receive(session)
+                removing = asyncio.to_thread(venue.remove_old)
+                received, _ = await asyncio.gather(self._receivers.receive(session), removing)
+                return sent, received
             self._num_refits += 1
             session = replace(
                 session,

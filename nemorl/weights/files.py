@@ -6,7 +6,8 @@
           v00000013.json, v00000013-.../     changes since version 12, or complete boxes if that is less
 
 The URL is one of fsspec's, or a local folder. Object stores cannot rename, so folders have unique names, and
-a version appears when its small file does. Objects are written once, from the beginning to the end.
+a version appears when its small file does. Objects are written once, from the beginning to the end. Nothing
+waits until a disk has them: checksums find what a power cut damages, and a resumed run writes a full version.
 
 A receiver of any layout, also one that joins later, reads the boxes it needs and checks each: changes since
 those that it holds, or what is in the full version and all changes. Boxes that the plan knew contain nothing
@@ -14,7 +15,6 @@ else (`plan_files`).
 """
 
 import json
-import os
 import re
 import secrets
 import time
@@ -23,12 +23,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from io import UnsupportedOperation
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import merge_offset_ranges
+from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
@@ -55,9 +57,19 @@ _VERSION = re.compile(r"v(\d{8,})\.json")
 _OBJECT_STORES = frozenset({"s3", "gs", "abfs"})  # by fsspec's names
 _FOLDER = re.compile(r"v\d{8,}-[0-9a-f]{8}")
 _KEPT_VERSIONS = 2  # the newest, and the one that some receiver may still be reading
-_READ_BYTES = 2**25  # that a receiver reads at a time
+_READ_BYTES = 2**25  # that a receiver reads at a time, to keep a link busy
+_LOCAL_READ_BYTES = 2**23  # of files on this machine: what stays in a cache until it is copied
+_ALIGNMENT = 4  # bytes of the widest type
 _TRIES, _PAUSE_SECONDS = 5, 0.2  # of a read that fails; the pause doubles
 _NOT_AGAIN = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
+
+
+class _Invalid(RefitFailed):
+    """A small object is not what is written there."""
+
+
+_Range = tuple[str, int | None, int | None]  # path, first byte and the one after the last; None: all
+_Bytes = NDArray[np.uint8]  # which may be written to
 
 
 class Store:
@@ -70,6 +82,8 @@ class Store:
         except (ImportError, ValueError) as error:
             raise RefitFailed(f"the weights at {url} cannot be reached: {error}") from error
         self._root = root.rstrip("/")
+        self._is_local = isinstance(self.files, LocalFileSystem)
+        self.read_bytes = _LOCAL_READ_BYTES if self._is_local else _READ_BYTES
 
     def path(self, *names: str) -> str:
         """Of an object, as the file system takes it."""
@@ -87,18 +101,19 @@ class Store:
         written = path if appears_whole else f"{path}.new"
         with self.files.open(written, "wb") as file:
             file.write(content)
-            _sync(file)
         if not appears_whole:
             self.files.mv(written, path)
 
-    def read(self, version: int, ranges: Sequence[tuple[str, int | None, int | None]]) -> list[bytes]:
-        """Ranges of objects (None: all), each of which is read again if that fails. Raises `RefitFailed`."""
-        found: dict[int, bytes] = {}
+    def read(self, version: int, ranges: Sequence[_Range]) -> list[_Bytes]:
+        """Ranges of objects, each of which is read again if that fails. Raises `RefitFailed`.
+
+        A range is shorter where the object ends before it, and longer from a server without ranges.
+        """
+        found: dict[int, _Bytes] = {}
         missing = list(range(len(ranges)))
         for attempt in range(1, _TRIES + 1):
-            paths, starts, ends = (list(column) for column in zip(*(ranges[n] for n in missing), strict=True))
             failed: dict[int, Exception] = {}
-            answers = self.files.cat_ranges(paths, starts, ends, on_error="return")
+            answers = self._answers([ranges[n] for n in missing])
             for n, answer in zip(missing, answers, strict=True):
                 if isinstance(answer, Exception):
                     failed[n] = answer
@@ -112,6 +127,15 @@ class Store:
             time.sleep(_PAUSE_SECONDS * 2 ** (attempt - 1))
             missing = sorted(failed)
         raise AssertionError("the last attempt returns or raises")
+
+    def _answers(self, ranges: Sequence[_Range]) -> list[_Bytes | Exception]:
+        if self._is_local:
+            return [_read_file(*each) for each in ranges]
+        paths, starts, ends = (list(column) for column in zip(*ranges, strict=True))
+        answers = self.files.cat_ranges(paths, starts, ends, on_error="return")
+        return [
+            one if isinstance(one, Exception) else np.frombuffer(bytearray(one), np.uint8) for one in answers
+        ]
 
     def _unreadable(self, version: int, path: str, error: Exception) -> RefitFailed:
         if isinstance(error, FileNotFoundError):
@@ -134,14 +158,20 @@ class Store:
         name = version_name(version)
         (content,) = self.read(version, [(self.path(name), None, None)])
         with _validated(f"{self.url}/{name}"):
-            head = _HEAD.validate_json(content)
+            head = _HEAD.validate_json(content.tobytes())
         if head.version != version:
-            raise RefitFailed(f"{self.url}/{name} is of version {head.version}")
+            raise _Invalid(f"{self.url}/{name} is of version {head.version}")
         return head.folders
 
     def remove_all_but(self, kept: Iterable[int]) -> None:
-        """Remove all but these versions and their folders. Raises OSError and `RefitFailed`."""
-        chains = {version_name(version): self.chain(version) for version in kept}
+        """Remove all but these versions and their folders, and those of them whose small object is invalid.
+
+        Raises OSError and `RefitFailed`.
+        """
+        chains: dict[str, tuple[str, ...]] = {}
+        for version in kept:
+            with suppress(_Invalid):
+                chains[version_name(version)] = self.chain(version)
         in_use = {*chains, *(folder for chain in chains.values() for folder in chain)}
         unused = [name for name in self.names() if name not in in_use]
         for name in sorted(unused, key=lambda name: _FOLDER.fullmatch(name) is not None):  # folders last
@@ -150,12 +180,12 @@ class Store:
                     self.files.rm(self.path(name), recursive=True)
 
 
-def _sync(file: Any) -> None:
-    """Have what was written to a file of a disk on that disk; an object is stored when it is closed."""
-    file.flush()
-    with suppress(UnsupportedOperation):
-        number = file.fileno()
-        os.fsync(number)
+def _read_file(path: str, start: int | None, end: int | None) -> _Bytes | Exception:
+    start = start or 0
+    try:
+        return np.fromfile(path, np.uint8, -1 if end is None else end - start, offset=start)
+    except OSError as error:
+        return error
 
 
 def versions(url: str) -> list[int]:
@@ -197,7 +227,6 @@ class FileSender(SendingChannel):
     def drain(self) -> None:
         super().drain()
         with _reported(self._failure):
-            _sync(self.file)
             self.file.close()
 
     def _wait_free(self, number: int) -> None:
@@ -268,10 +297,13 @@ class FileVenue(Venue):
             store.write(f"{folder}/{MANIFEST}", json.dumps(tensors, default=vars).encode())
             store.write(name, json.dumps({"version": session.version, "folders": chain}).encode())
         self._chain, self._newest = chain, session.version
+
+    def remove_old(self) -> None:
+        """Remove versions before the last two; receivers may be reading the newest."""
         with suppress(OSError):
             # later versions were written before this run was resumed from an earlier checkpoint
-            kept = [version for version in versions(store.url) if version <= session.version]
-            store.remove_all_but(kept[-_KEPT_VERSIONS:])
+            kept = [version for version in versions(self._store.url) if version <= self._newest]
+            self._store.remove_all_but(kept[-_KEPT_VERSIONS:])
 
 
 @contextmanager
@@ -337,7 +369,7 @@ def _validated(what: str, *within: str) -> Iterator[None]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join([*within, *map(str, first["loc"])]) or "the file"
-        raise RefitFailed(f"{what} cannot be read: {where}: {first['msg']}") from error
+        raise _Invalid(f"{what} cannot be read: {where}: {first['msg']}") from error
 
 
 @dataclass(frozen=True)
@@ -348,11 +380,13 @@ class StoredPiece:
     dtype: str  # of the box, by torch's name
     fingerprint: int
     folder: str | None  # whose values these are; None if they are not those of a box as it was written
-    values: Tensor | None  # in the piece's shape and type; None: see `changes`
+    values: Tensor | None  # in the piece's shape and type, not checked yet; None: see `changes`
     changes: Sequence[tuple[str, Tensor]] = ()  # since the values that the receiver holds; folder of each
 
 
 _Link = tuple[str, _StoredBox]  # folder, and a box there
+_Boxes = dict[tuple[tuple[int, ...], tuple[int, ...]], _StoredBox]  # by start and size
+_Tensor = tuple[tuple[int, ...], dict[str, _Boxes]]  # shape, and boxes by type
 
 
 @dataclass(frozen=True)
@@ -371,10 +405,10 @@ class StoredVersion:
     """A version that can be read. Raises `RefitFailed` for an invalid manifest or a missing object."""
 
     def __init__(self, url: str, version: int) -> None:
-        self._store, self._version = Store(url), version
+        self._store, self.version = Store(url), version
         self._chain = self._store.chain(version)
         self._manifests: dict[str, dict[str, Any]] = {}
-        self._tensors: dict[tuple[str, str], tuple[tuple[int, ...], dict[object, _StoredBox]]] = {}
+        self._tensors: dict[tuple[str, str], _Tensor] = {}  # by folder and name
         self._manifest(self._chain[-1])
         self.num_bytes = 0  # read; all of a box, for its checksum
 
@@ -383,7 +417,8 @@ class StoredVersion:
     ) -> Iterator[StoredPiece]:
         """All parts of slices. `held`: folders of the values that the receiver has, of complete boxes.
 
-        Raises `RefitFailed` if some are missing, or `CorruptWeights`.
+        The receiver compares fingerprints, which covers its copies too, and has `verify` find the reason of
+        a difference. Raises `RefitFailed` if some are missing, or `CorruptWeights`.
         """
         batch: list[_Fetch] = []
         num_bytes = 0
@@ -391,16 +426,24 @@ class StoredVersion:
             for fetch in self._fetches(need, dtype, held):
                 batch.append(fetch)
                 num_bytes += sum(box.num_bytes for _, box in fetch.links)
-                if num_bytes >= _READ_BYTES:
+                if num_bytes >= self._store.read_bytes:
                     yield from self._read(batch)
                     batch, num_bytes = [], 0
         yield from self._read(batch)
+
+    def verify(self, need: TensorSlice, dtype: torch.dtype) -> None:
+        """Read the boxes of a slice again. Raises `CorruptWeights` if one is not what was written."""
+        for fetch in self._fetches(need, dtype, {}):
+            contents = self._contents(fetch.links)
+            self._checked_values(fetch, [contents[link] for link in fetch.links])
 
     def _fetches(
         self, need: TensorSlice, dtype: torch.dtype, held: Mapping[TensorSlice, str]
     ) -> Iterator[_Fetch]:
         missing = need.num_elements
-        for box in self._boxes(need, str(dtype).removeprefix("torch.")):
+        boxes = self._boxes(need, str(dtype).removeprefix("torch."))
+        exact = boxes.get((need.start, need.size))
+        for box in boxes.values() if exact is None else (exact,):
             shared = intersection(box_of(need), box.box)
             if shared is None:
                 continue
@@ -434,23 +477,28 @@ class StoredVersion:
                 changes = [(link[0], contents[link]) for link in fetch.links]
                 yield StoredPiece(piece, box.dtype, box.fingerprint, folder, None, changes)
                 continue
-            values = self._values(piece, box, [contents[link] for link in fetch.links])
+            links = [contents[link] for link in fetch.links]
             if fetch.is_box:
-                yield StoredPiece(piece, box.dtype, box.fingerprint, folder, values)
+                yield StoredPiece(piece, box.dtype, box.fingerprint, folder, self._values(fetch, links))
                 continue
+            values = self._checked_values(fetch, links)  # no part of a box has a fingerprint in the manifest
             extents = zip(piece.start, box.start, piece.size, strict=True)
             cut = values[tuple(slice(i - first, i - first + n) for i, first, n in extents)].to(fetch.dtype)
             yield StoredPiece(piece, box.dtype, fingerprint(cut, piece.start, piece.shape), None, cut)
 
-    def _values(self, piece: TensorSlice, box: _StoredBox, contents: Sequence[Tensor]) -> Tensor:
+    def _values(self, fetch: _Fetch, contents: Sequence[Tensor]) -> Tensor:
         """A box ([its size]) from its values in a full version and all changes. Raises `CorruptWeights`."""
+        box = fetch.box
         values = contents[0].view(torch_dtype(box.dtype))
         try:
             for changes in contents[1:]:
                 add_changes(values, changes)
-            values = values.view(box.size)
+            return values.view(box.size)
         except (BrokenChanges, RuntimeError) as error:  # of torch: another number of elements
-            raise self._corrupt(self._chain[-1], box, f"{piece.name}{box.box}: {error}") from error
+            raise self._corrupt(self._chain[-1], box, f"{fetch.piece.name}{box.box}: {error}") from error
+
+    def _checked_values(self, fetch: _Fetch, contents: Sequence[Tensor]) -> Tensor:
+        values, box, piece = self._values(fetch, contents), fetch.box, fetch.piece
         if fingerprint(values, box.start, piece.shape) != box.fingerprint:
             raise self._corrupt(self._chain[-1], box, f"{piece.name}{box.box} is not what was written there")
         return values
@@ -461,81 +509,78 @@ class StoredVersion:
         paths = [self._store.path(folder, object_name(box.rank)) for folder, box in in_order]
         starts = [box.offset for _, box in in_order]
         ends = [box.offset + box.num_bytes for _, box in in_order]
-        together = merge_offset_ranges(paths, starts, ends, max_block=_READ_BYTES)
+        together = merge_offset_ranges(paths, starts, ends, max_block=self._store.read_bytes)
         ranges = list(zip(*together, strict=True))
-        reads = (
-            iter(zip(ranges, self._store.read(self._version, ranges), strict=True)) if ranges else iter(())
-        )
+        reads = iter(zip(ranges, self._store.read(self.version, ranges), strict=True)) if ranges else iter(())
         found: dict[_Link, Tensor] = {}
-        where, content = ("", 0, 0), b""
+        where, content = ("", 0, 0), np.empty(0, np.uint8)
         for link, path, start, end in zip(in_order, paths, starts, ends, strict=True):
             while not (where[0] == path and where[1] <= start and end <= where[2]):
                 where, content = next(reads)
             here = content[start - where[1] : end - where[1]]
-            found[link] = self._checked(link, here, is_longer=len(content) > where[2] - where[1])
+            found[link] = self._checked(link, here, is_longer=content.size > where[2] - where[1])
         self.num_bytes += sum(box.num_bytes for _, box in in_order)
         return found
 
-    def _checked(self, link: _Link, content: bytes, *, is_longer: bool) -> Tensor:
+    def _checked(self, link: _Link, content: _Bytes, *, is_longer: bool) -> Tensor:
         folder, box = link
         if is_longer:
             fix = "the server does not support ranges (RFC 9110, section 14); use one that does"
             raise RefitFailed(f"{self._name(folder, object_name(box.rank))} is sent completely: {fix}")
-        if len(content) != box.num_bytes:
+        if content.size != box.num_bytes:
             raise self._corrupt(folder, box, f"it ends before byte {box.offset + box.num_bytes}")
-        if box.changes is not None and zlib.crc32(content) != box.changes:
+        if box.changes is not None and zlib.crc32(content.data) != box.changes:
             raise self._corrupt(folder, box, f"changes of {box.box} are not what was written there")
-        return torch.frombuffer(bytearray(content), dtype=torch.uint8)  # which may be written to
+        found = torch.from_numpy(content)
+        # after changes, whose bytes are of any number, values may begin at any byte
+        return found.clone() if found.data_ptr() % _ALIGNMENT else found
 
     def _corrupt(self, folder: str, box: _StoredBox, problem: str) -> CorruptWeights:
         place = self._name(folder, object_name(box.rank))
         fix = "check where it is stored, and write a full version"
-        return CorruptWeights(f"version {self._version} of the weights: {place}: {problem}; {fix}")
+        return CorruptWeights(f"version {self.version} of the weights: {place}: {problem}; {fix}")
 
     def _name(self, *names: str) -> str:
         return "/".join((self._store.url, *names))
 
     def _manifest(self, folder: str) -> dict[str, Any]:
         if folder not in self._manifests:
-            (content,) = self._store.read(self._version, [(self._store.path(folder, MANIFEST), None, None)])
+            (content,) = self._store.read(self.version, [(self._store.path(folder, MANIFEST), None, None)])
             with _validated(self._name(folder, MANIFEST)):
-                self._manifests[folder] = _MANIFEST.validate_json(content)
+                self._manifests[folder] = _MANIFEST.validate_json(content.tobytes())
         return self._manifests[folder]
 
-    def _tensor(self, folder: str, name: str) -> tuple[tuple[int, ...], dict[object, _StoredBox]]:
-        """Shape of a tensor, and its boxes by type, start and size. Raises KeyError."""
+    def _tensor(self, folder: str, name: str) -> _Tensor:
+        """Shape of a tensor, and its boxes by type and place. Raises KeyError."""
         if (folder, name) not in self._tensors:
             entry = self._manifest(folder)[name]
             with _validated(self._name(folder, MANIFEST), name):
                 tensor = _TENSOR.validate_python(entry)
+            boxes: dict[str, _Boxes] = {}
             for number, box in enumerate(tensor.boxes):
                 if not len(box.start) == len(box.size) == len(tensor.shape):
                     place = f"{self._name(folder, MANIFEST)} cannot be read: {name}.boxes.{number}"
                     rule = f"start and size must have {len(tensor.shape)} numbers each, as shape has"
                     raise RefitFailed(f"{place}: {rule}")
-            boxes: dict[object, _StoredBox]
-            boxes = {(box.dtype, box.start, box.size): box for box in tensor.boxes}
+                boxes.setdefault(box.dtype, {})[box.start, box.size] = box
             self._tensors[folder, name] = tensor.shape, boxes
         return self._tensors[folder, name]
 
-    def _boxes(self, need: TensorSlice, dtype: str) -> list[_StoredBox]:
+    def _boxes(self, need: TensorSlice, dtype: str) -> _Boxes:
         newest = self._chain[-1]
         if need.name not in self._manifest(newest):
-            return []
-        shape, boxes = self._tensor(newest, need.name)
+            return {}
+        shape, by_type = self._tensor(newest, need.name)
         if shape != need.shape:
             shapes = f"of shape {shape}, and the receiver needs {need.shape}"
             fix = "both must be built from the same config.json"
             raise RefitFailed(f"{self._name(newest)} has {need.name} {shapes}; {fix}")
-        by_type: dict[str, list[_StoredBox]] = {}
-        for box in boxes.values():
-            by_type.setdefault(box.dtype, []).append(box)
         # a type that was not requested when the version was written is made of the widest
-        return by_type.get(dtype) or by_type.get("float32") or []
+        return by_type.get(dtype) or by_type.get("float32") or {}
 
     def _same_box(self, folder: str, tensor: str, box: _StoredBox) -> _StoredBox:
         try:
-            return self._tensor(folder, tensor)[1][box.dtype, box.start, box.size]
+            return self._tensor(folder, tensor)[1][box.dtype][box.start, box.size]
         except KeyError:
             changes = f"of which {self._chain[-1]} has changes"
             problem = f"{self._name(folder, MANIFEST)} lacks {tensor}{box.box}, {changes}"

@@ -23,7 +23,6 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from nemorl.device import words_per_pass
 from nemorl.errors import RunError
 from nemorl.models.slices import TensorSlice
 
@@ -385,10 +384,10 @@ class ReceivingChannel(Protocol):
 # the second sum the numbers along the last axis are of any parity: an even number of changed highest bits,
 # which cancel in the first, shows there with probability 1/2 in each tensor.
 #
-# Sums modulo 2^32 are matrix-vector products of int32, which a CPU computes as fast as it reads memory.
+# Sums modulo 2^32 are products of int32 matrices. One product gives both, so that each word is read once.
 _WORD_BYTES = 4
 _HALF = 2**32
-_INTEGERS = {4: torch.int32, 2: torch.int16}  # by element size
+_WORDS_PER_PASS = 1 << 24  # of a device without products of integers: theirs take 128 MB
 
 
 def fingerprint(values: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) -> int:
@@ -399,23 +398,14 @@ def fingerprint(values: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) 
 def queue_fingerprint(values: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
     """Both sums ([2] int32) on the device of `values`; the host waits for nothing."""
     words, first = _words(values.detach(), start[-1])
-    leading = [
-        _axis_weights(axis, extent, values.device)[0, start[axis] : start[axis] + values.shape[axis]]
-        for axis, extent in enumerate(shape[:-1])
-    ]
     per_word = _WORD_BYTES // values.element_size()
-    last = _axis_weights(len(shape) - 1, -(-shape[-1] // per_word), values.device)
-    last = last[:, first : first + words.shape[-1]]
-    if not leading:
-        return _row_sums(words, last)
-    rows = max(1, words_per_pass(values.device) // max(1, words[0].numel()))
-    total = torch.zeros(2, dtype=torch.int32, device=values.device)
-    for chunk, first_weights in zip(words.split(rows), leading[0].split(rows), strict=True):
-        sums = _row_sums(chunk, last)
-        for weights in reversed((first_weights, *leading[1:])):
-            sums = torch.mul(sums, weights).sum(-1, dtype=torch.int32)
-        total += sums
-    return total
+    *axes, last = range(len(shape))
+    of_words = _axis_weights(last, -(-shape[-1] // per_word), first, words.shape[-1], values.device)
+    sums = _row_sums(words, of_words)
+    for axis in reversed(axes):
+        weights = _axis_weights(axis, shape[axis], start[axis], words.shape[axis], values.device)
+        sums = _weighted(sums, weights[0])
+    return sums
 
 
 def read_fingerprints(queued: Sequence[Tensor]) -> list[int]:
@@ -441,15 +431,14 @@ def _words(values: Tensor, start: int) -> tuple[Tensor, int]:
 
     Copies where a row begins or ends within a word, or where its elements are not neighbors in memory.
     """
-    bits = values.view(_INTEGERS[values.element_size()])
     per_word = _WORD_BYTES // values.element_size()
     first, before = divmod(start, per_word)
-    count = bits.shape[-1]
-    if per_word == 1:
-        return bits, first
-    places = (bits.storage_offset(), before, count, *bits.stride()[:-1])
-    if bits.stride(-1) == 1 and not any(place % per_word for place in places):
-        return bits.view(torch.int32), first
+    count = values.shape[-1]
+    *rows, step = values.stride()
+    places = (values.storage_offset(), before, count, *rows)
+    if per_word == 1 or (step == 1 and not any(place % per_word for place in places)):
+        return values.view(torch.int32), first
+    bits = values.view(torch.int16)
     num_words = -(-(before + count) // per_word)
     padded = bits.new_zeros((*bits.shape[:-1], num_words * per_word))
     padded[..., before : before + count] = bits
@@ -458,10 +447,20 @@ def _words(values: Tensor, start: int) -> tuple[Tensor, int]:
 
 def _row_sums(words: Tensor, weights: Tensor) -> Tensor:
     """[2, ...] int32: the sums of each row in `words` ([..., n] int32) with both `weights` ([2, n] int32)."""
+    rows = words.flatten(0, -2) if words.dim() > 1 else words.unsqueeze(0)
     if _has_integer_products(words.device):
-        return torch.stack([torch.matmul(words, of_sum) for of_sum in weights])
-    shaped = weights.view(2, *[1] * (words.dim() - 1), -1)
-    return torch.mul(words, shaped).sum(-1, dtype=torch.int32)
+        sums = torch.mm(weights, rows.t())
+    else:
+        chunks = rows.split(max(1, _WORDS_PER_PASS // max(1, rows.shape[-1])))
+        sums = torch.cat([_weighted(chunk, weights.unsqueeze(1)) for chunk in chunks], dim=1)
+    return sums.view(2, *words.shape[:-1])
+
+
+def _weighted(values: Tensor, weights: Tensor) -> Tensor:
+    """[...] int32: sums of rows of `values` ([..., n] int32) with `weights` ([n] int32, or more axes)."""
+    if _has_integer_products(values.device):
+        return torch.matmul(values, weights)
+    return torch.mul(values, weights).sum(-1, dtype=torch.int32)
 
 
 def _has_integer_products(device: torch.device) -> bool:
@@ -469,8 +468,14 @@ def _has_integer_products(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+@lru_cache(maxsize=1024)
+def _axis_weights(axis: int, extent: int, start: int, count: int, device: torch.device) -> Tensor:
+    """[2, count] int32: the weights of the words from `start` on, of `extent` along an axis."""
+    return _all_axis_weights(axis, extent, device)[:, start : start + count]
+
+
 @lru_cache(maxsize=64)
-def _axis_weights(axis: int, extent: int, device: torch.device) -> Tensor:
+def _all_axis_weights(axis: int, extent: int, device: torch.device) -> Tensor:
     """[2, extent] int32: SplitMix64 (Steele, Lea, Flood 2014) of the index, a stream for each axis.
 
     The lower halves, made odd, are the first row, and the upper halves the second.

@@ -80,10 +80,11 @@ class WholeTensorReceiver(Receiver):
         with arriving(part, self._layout, session, self._member) as arrivals:
             self._loader.load(self._complete(update, arrivals, queued))
             arrivals.clock.end("load")
-        self._has_received(update)
         found = dict(zip(queued, read_fingerprints(list(queued.values())), strict=True))
+        self._check_read(arrivals, self._layout, found)
+        self._has_received(update)
         arrivals.clock.end("fingerprint")
-        return ReceiveReport(found, arrivals.num_bytes, arrivals.clock.seconds)
+        return ReceiveReport({} if arrivals.read else found, arrivals.num_bytes, arrivals.clock.seconds)
 
     def _complete(
         self, update: UpdateCall, arrivals: Arrivals, queued: dict[str, Tensor]
@@ -109,7 +110,7 @@ class WholeTensorReceiver(Receiver):
             del missing[name]
             tensor = partial.pop(name)
             held_bytes -= tensor.nbytes
-            if session.checks(name) and session.transport != "files":  # those are checked as they are read
+            if session.checks(name):
                 queued[name] = queue_fingerprint(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
                 clock.end("fingerprint")
             with self._writing(update):

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemorl.device import words_per_pass
 from nemorl.weights import messages
 from nemorl.weights.messages import combine, fingerprint, queue_fingerprint, read_fingerprints
 
@@ -102,24 +101,26 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("elements", [1, 7, 1 << 16, 1 << 24])
-def test_the_elements_of_a_pass_do_not_change_it(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", [1, 7, 1 << 10, 1 << 24])
+def test_the_words_of_a_pass_do_not_change_it(words: int, monkeypatch: pytest.MonkeyPatch) -> None:
     values = tensor((70, 30), torch.bfloat16)
     expected = whole(values)
-    monkeypatch.setattr(messages, "words_per_pass", lambda device: elements)
+    monkeypatch.setattr(messages, "_has_integer_products", lambda device: False)
+    monkeypatch.setattr(messages, "_WORDS_PER_PASS", words)
     assert whole(values) == expected
 
 
-def test_a_gpu_launches_few_kernels_and_the_host_reads_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a matrix of Qwen2.5-7B (on a device without memory): 3 passes on a GPU, hundreds on a CPU."""
-    shape, passes = (18944, 3584), {}
-    for kind in ("cuda", "cpu"):
-        monkeypatch.setattr(messages, "words_per_pass", lambda _, on=kind: words_per_pass(torch.device(on)))
-        with Operators() as operators:
-            queue_fingerprint(torch.empty(shape, dtype=torch.bfloat16, device="meta"), (0, 0), shape)
-        assert operators.counts["_local_scalar_dense"] == 0
-        passes[kind] = operators.counts["sum"] / 2  # one for each axis
-    assert passes == {"cuda": 3, "cpu": 260}
+@pytest.mark.parametrize(("products", "counts"), [(False, (3 + 1, 0, 0)), (True, (0, 1, 1))])
+def test_few_kernels_are_launched_and_the_host_reads_none(
+    products: bool, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a matrix of Qwen2.5-7B, on a device without memory: 3 passes without products of integers."""
+    monkeypatch.setattr(messages, "_has_integer_products", lambda device: products)
+    shape = (18944, 3584)
+    with Operators() as operators:
+        queue_fingerprint(torch.empty(shape, dtype=torch.bfloat16, device="meta"), (0, 0), shape)
+    assert operators.counts["_local_scalar_dense"] == 0
+    assert tuple(operators.counts[name] for name in ("sum", "mm", "mv")) == counts
 
 
 def test_the_fingerprints_of_many_tensors_are_read_at_once() -> None:
