@@ -1,12 +1,13 @@
 """How long does a GRPO step on SmolLM2 take, stage by stage and compared with TRL's?
 
-    python benchmarks/step.py [--prompt-tokens 64 256 1024] [--steps 2] [--rounds 2] [--without-trl]
+    python benchmarks/step.py [--prompt-tokens 64 256 1024] [--steps 2] [--rounds 2] [--trl generate vllm]
 
 Both trainers get the same model in float32, the same prompts of each length, groups of `--samples` answers of
 the same ragged lengths up to `--new-tokens`, the same reward function, temperature 1 and all cores. No token
 ends an answer before its length: the model gets an end token that it does not sample. Rounds take turns, each
 in processes of its own; the first step of a round warms up and is not counted.
-TRL, in the extra `bench`, accumulates gradients over as many answers as fit into `--trl-tokens`.
+TRL, in the extra `bench`, accumulates gradients over as many answers as fit into `--trl-tokens`. It
+samples by transformers' `generate`, or by vLLM in its process (`vllm_mode="colocate"`).
 """
 
 import argparse
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,10 @@ STAGES = ("generation", "environment", "logprobs", "training", "refit", "step")
 TEMPLATE_TOKENS = 40  # that the chat template of SmolLM2 adds, at most
 UNUSED = "<empty_output>"  # of SmolLM2's vocabulary
 Steps = list[dict[str, float]]
+TRL_WAYS: dict[str, Callable[["Work"], dict[str, Any]]] = {  # options of TRL by the way it samples
+    "generate": lambda work: {},
+    "vllm": lambda work: {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": work.longest},
+}
 
 
 @dataclass(frozen=True)
@@ -111,9 +116,9 @@ def with_unused_end(model: Path, folder: Path) -> Path:
     tokenizer.chat_template = tokenizer.chat_template.replace(tokenizer.eos_token, UNUSED)
     tokenizer.eos_token = tokenizer.pad_token = UNUSED
     tokenizer.save_pretrained(folder)
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = json.loads((model / "config.json").read_text(encoding="utf-8")) | ends
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}), encoding="utf-8")
     for file in model.iterdir():
         if not (folder / file.name).exists():
             (folder / file.name).symlink_to(file)
@@ -182,15 +187,15 @@ def run_nemorl(work: Work, number: int) -> Steps:
     return [dict(line.values) for line in read_metrics(run_dir / "metrics.jsonl")[1:]]
 
 
-def run_trl(work: Work, number: int) -> Steps:
+def run_trl(work: Work, number: int, way: str) -> Steps:
     """Seconds and generated tokens of every counted step of one round of TRL."""
-    out = OUT / f"trl-{number}.json"
-    options = ["--trl-round", str(out), json.dumps(asdict(work))]
+    out = OUT / f"trl-{way}-{number}.json"
+    options = ["--trl-round", way, str(out), json.dumps(asdict(work))]
     subprocess.run([sys.executable, __file__, *options], check=True, stdout=sys.stderr)
     return json.loads(out.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
-def trl_round(work: Work) -> Steps:
+def trl_round(work: Work, way: str) -> Steps:
     """One round of TRL, in this process."""
     from transformers import TrainerCallback
 
@@ -223,6 +228,7 @@ def trl_round(work: Work) -> Steps:
         output_dir=str(OUT / "trl"),
         max_steps=work.steps + 1,
         learning_rate=1e-6,
+        **TRL_WAYS[way](work),
     )
     return measured[1:]
 
@@ -232,7 +238,7 @@ def median(steps: Steps, key: str) -> float:
     return statistics.median(step[key] for step in steps)
 
 
-def summary(work: Work, ours: list[Steps], theirs: list[Steps]) -> dict[str, Any]:
+def summary(work: Work, ours: list[Steps], trl: Mapping[str, list[Steps]]) -> dict[str, Any]:
     """Medians over all counted steps; the ratio is that of each round's own seconds."""
     steps = [step for steps in ours for step in steps]
     metrics: dict[str, Any] = {
@@ -245,27 +251,30 @@ def summary(work: Work, ours: list[Steps], theirs: list[Steps]) -> dict[str, Any
             "shared_tokens": median(steps, "packing/shared"),
         },
     }
-    if theirs:
+    for way, theirs in trl.items():
+        name = "trl" if way == "generate" else f"trl_{way}"
         whole = [step for steps in theirs for step in steps]
         mine, other = (
-            Timing(name, tuple(sum(s["time/step"] for s in round_) for round_ in rounds))
-            for name, rounds in (("nemorl", ours), ("TRL", theirs))
+            Timing(side, tuple(sum(s["time/step"] for s in round_) for round_ in rounds))
+            for side, rounds in (("nemorl", ours), (name, theirs))
         )
-        metrics["trl"] = {
+        metrics[name] = {
             "seconds": {"step": median(whole, "time/step")},
             "step_seconds_by_round": [[step["time/step"] for step in round_] for round_ in theirs],
             "generated_tokens": median(whole, "tokens/generated"),
         }
-        metrics["trl_step_over_nemorl_step"] = other.ratio_to(mine)
+        metrics[f"{name}_step_over_nemorl_step"] = other.ratio_to(mine)
     return metrics
 
 
 def shown(metrics: dict[str, Any]) -> dict[str, object]:
     """A row of the table."""
-    seconds, trl = metrics["nemorl"]["seconds"], metrics.get("trl")
+    seconds = metrics["nemorl"]["seconds"]
     row = {"prompt tokens": metrics["prompt_tokens"], **{f"{stage} s": seconds[stage] for stage in STAGES}}
-    if trl is not None:
-        row |= {"TRL step s": trl["seconds"]["step"], "TRL / nemorl": metrics["trl_step_over_nemorl_step"]}
+    for name, title in (("trl", "TRL"), ("trl_vllm", "TRL with vLLM")):
+        if name in metrics:
+            ratio = metrics[f"{name}_step_over_nemorl_step"]
+            row |= {f"{title} step s": metrics[name]["seconds"]["step"], f"{title} / nemorl": ratio}
     return row
 
 
@@ -280,13 +289,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
     parser.add_argument("--trl-tokens", type=int, default=2048, help="of a backward pass of TRL")
-    parser.add_argument("--without-trl", action="store_true")
-    parser.add_argument("--trl-round", nargs=2, help=argparse.SUPPRESS)
+    ways = parser.add_argument("--trl", nargs="*", choices=list(TRL_WAYS), default=["generate"])
+    ways.help = "how TRL samples, each way a side of its own; without a value TRL is left out"
+    parser.add_argument("--trl-round", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
     if arguments.trl_round:
-        out, work = arguments.trl_round
-        Path(out).write_text(json.dumps(trl_round(Work(**json.loads(work)))), encoding="utf-8")
+        way, out, work = arguments.trl_round
+        Path(out).write_text(json.dumps(trl_round(Work(**json.loads(work)), way)), encoding="utf-8")
         return
     model = with_unused_end(arguments.model.resolve(), OUT / "step-model")
     found = []
@@ -301,11 +311,11 @@ def main() -> None:
             arguments.trl_tokens,
         )
         ours: list[Steps] = []
-        theirs: list[Steps] = []
+        theirs: dict[str, list[Steps]] = {way: [] for way in arguments.trl}
         for number in range(arguments.rounds):
             ours.append(run_nemorl(work, number))
-            if not arguments.without_trl:
-                theirs.append(run_trl(work, number))
+            for way, rounds in theirs.items():
+                rounds.append(run_trl(work, number, way))
         found.append(summary(work, ours, theirs))
         title = f"one GRPO step on SmolLM2, {work.prompts} x {work.samples} answers"
         publish("step", {"settings": found}, table_of(title, [shown(one) for one in found]))

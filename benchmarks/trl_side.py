@@ -21,6 +21,8 @@ def train_with_trl(
 ) -> None:
     """Train a float32 model on all cores, on `rows` in their order; `options` are GRPOConfig's own.
 
+    With `use_vllm`, by vLLM in the same process, which chooses the cores of its threads itself.
+
     A step has `answers`, `samples` to each prompt, and a backward pass `together` of them, by default all.
     `lengths` are tokens of each answer of the run, its end token included; by default the model ends them.
     """
@@ -45,16 +47,33 @@ def train_with_trl(
         **options,
     )
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    if lengths is not None:
-        policy.generate = in_lengths(policy, iter(lengths))
-    GRPOTrainer(
+    trainer = GRPOTrainer(
         model=policy,
         processing_class=AutoTokenizer.from_pretrained(model),
         reward_funcs=reward,
         train_dataset=Dataset.from_list(list(rows)),
         args=config,
         callbacks=[callback],
-    ).train()
+    )
+    if lengths is not None and config.use_vllm:
+        engine = trainer.vllm_generation.llm
+        engine.generate = vllm_in_lengths(engine, iter(lengths))
+    elif lengths is not None:
+        policy.generate = in_lengths(policy, iter(lengths))
+    trainer.train()
+
+
+def vllm_in_lengths(engine: Any, lengths: Iterator[int]) -> Callable[..., Any]:
+    """`generate` of vLLM's `LLM`, whose completions end exactly after the next `lengths`."""
+    generate = engine.generate
+
+    def in_lengths(prompts: Sequence[Any], sampling_params: Any, **options: Any) -> Any:
+        each = [sampling_params.clone() for _ in prompts]
+        for one in each:
+            one.max_tokens, one.ignore_eos = next(lengths), True
+        return generate(prompts, sampling_params=each, **options)
+
+    return in_lengths
 
 
 def in_lengths(policy: Any, lengths: Iterator[int]) -> Callable[..., Any]:
