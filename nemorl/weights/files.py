@@ -299,8 +299,8 @@ class FileVenue(Venue):
         self._chain, self._newest = chain, session.version
 
     def remove_old(self) -> None:
-        """Remove versions before the last two; receivers may be reading the newest."""
-        with suppress(OSError):
+        """Remove versions before the last two, if the store allows it now; receivers may read the newest."""
+        with suppress(OSError, RefitFailed):
             # later versions were written before this run was resumed from an earlier checkpoint
             kept = [version for version in versions(self._store.url) if version <= self._newest]
             self._store.remove_all_but(kept[-_KEPT_VERSIONS:])
@@ -489,9 +489,11 @@ class StoredVersion:
     def _values(self, fetch: _Fetch, contents: Sequence[Tensor]) -> Tensor:
         """A box ([its size]) from its values in a full version and all changes. Raises `CorruptWeights`."""
         box = fetch.box
-        values = contents[0].view(torch_dtype(box.dtype))
+        first, *later = contents
+        # changes are added to a copy, since another piece may need the same box
+        values = (first.clone() if later else first).view(torch_dtype(box.dtype))
         try:
-            for changes in contents[1:]:
+            for changes in later:
                 add_changes(values, changes)
             return values.view(box.size)
         except (BrokenChanges, RuntimeError) as error:  # of torch: another number of elements

@@ -6,6 +6,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from nemorl.config.policy import LayoutConfig
 from nemorl.models.layout import hf_tensors, policy_rank, policy_slices
+from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
 from nemorl.weights import endpoints, files
 from nemorl.weights.endpoints import WeightReceiver
@@ -434,6 +436,29 @@ def test_an_engine_of_any_layout_reads_a_chain(tmp_path: Path, of_engine: Layout
             expected = setup.weights()
             for part in slices:
                 assert torch.equal(local_view(weights, part), expected[part.name][box(part)].bfloat16())
+
+
+def halves(name: str, shape: tuple[int, ...]) -> list[TensorSlice]:
+    """Both halves of the first axis, in one parameter."""
+    whole, middle = TensorSlice.whole(name, shape), shape[0] // 2
+    return [
+        replace(whole, start=(start, *whole.start[1:]), size=(end - start, *shape[1:]), offset=offset)
+        for start, end, offset in ((0, middle, 0), (middle, shape[0], middle * whole.strides[0]))
+    ]
+
+
+def test_parts_of_the_same_box_get_its_changes_once(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, every=10)
+    setup.refit(1)
+    setup.step(2)
+    slices = [part for name, shape in hf_tensors(SHAPE).items() for part in halves(name, shape)]
+    weights = allocate(slices, torch.bfloat16)
+    late = WeightReceiver(slices, lambda: weights, lambda version: None)
+    late.prepare(Part(9, ()))
+    late.receive(RefitSession(2, "files", str(tmp_path), 30.0))
+    expected = setup.weights()
+    for part in slices:
+        assert torch.equal(local_view(weights, part), expected[part.name][box(part)].bfloat16())
 
 
 def test_a_sender_without_the_base_writes_its_boxes_completely(tmp_path: Path) -> None:
