@@ -198,24 +198,35 @@ class Group:
 
 
 class Membership:
-    _rendezvous: tuple[str, int] | None = None
-    _group: Members | None = None
+    """A rank's group, in which it stays from refit to refit."""
+
+    def __init__(self) -> None:
+        self._rendezvous: tuple[str, int] | None = None
+        self._group: Members | None = None
+        self._lock = threading.Lock()  # a thread of a refit that has failed may end during the next one
 
     def join(self, session: RefitSession, rank: int, part: Part) -> Members:
         rendezvous = (session.place, session.rendezvous)
-        if self._group is None or self._rendezvous != rendezvous:
-            self.leave()
-            if session.transport == "nixl":
-                group: Members = NixlGroup(session, rank, part, _store_of(session))
-            else:
-                group = Group.join(session, rank)
-            self._group, self._rendezvous = group, rendezvous
-        return self._group
+        with self._lock:
+            if self._group is None or self._rendezvous != rendezvous:
+                self._leave()
+                if session.transport == "nixl":
+                    self._group = NixlGroup(session, rank, part, _store_of(session))
+                else:
+                    self._group = Group.join(session, rank)
+                self._rendezvous = rendezvous
+            return self._group
 
-    def leave(self) -> None:
-        if self._group is not None:
-            self._group.leave()
-        self._group, self._rendezvous = None, None
+    def leave(self, group: Members) -> None:
+        """Leave this group, unless the rank has left it for another one."""
+        with self._lock:
+            if self._group is group:
+                self._leave()
+
+    def _leave(self) -> None:
+        group, self._group, self._rendezvous = self._group, None, None
+        if group is not None:
+            group.leave()
 
 
 @dataclass(frozen=True)
@@ -356,8 +367,8 @@ def _joined(part: Part, session: RefitSession, member: Membership, place: int) -
     over = threading.Event()
     who = sender_name(part.rank) if place < session.num_senders else receiver_name(part.rank)
     waiting = Waiting(who, session, over=over.is_set)
+    group = member.join(session, place, part)
     try:
-        group = member.join(session, place, part)
         meeting = _Rendezvous(group, waiting, place, session.num_senders)
         neighbors = {peer for bucket in part.buckets for peer in meeting.neighbors(bucket)}
         # in the order of pairs in which all connect
@@ -371,7 +382,7 @@ def _joined(part: Part, session: RefitSession, member: Membership, place: int) -
                 meeting.wait(connect, peer, f"{meeting.name(peer)} to connect")
             yield meeting
     except BaseException:
-        member.leave()
+        member.leave(group)
         raise
 
 

@@ -16,7 +16,7 @@ from nemorl.models.slices import TensorSlice
 from nemorl.weights.exchange import TransportOptions, WeightExchange
 from nemorl.weights.messages import Part, PartBucket, RefitFailed, RefitSession
 from nemorl.weights.nixl import GroupAborted, NixlGroup
-from nemorl.weights.process_group import GroupVenue, served_store
+from nemorl.weights.process_group import GroupVenue, Membership, served_store
 from tests.weights.ranks import EngineSide, PolicySide, Threads, model
 
 PART = Part(0, (PartBucket(0, (0,), "float32", (TensorSlice.whole("a", (32,)),)),))
@@ -68,6 +68,20 @@ def test_memory_beyond_the_slots_is_refused(nixl_stand_in: None) -> None:
         receiver._peers[0] = replace(receiver._peers[0], num_bytes=128)
         with pytest.raises(RefitFailed, match="offers memory that it has not registered"):
             receiver.receive_content(receiver.slots(PART).bucket(0, size), 0)
+
+
+def test_a_refit_that_ends_late_does_not_leave_the_group_of_the_next_one(nixl_stand_in: None) -> None:
+    store, place = served_store(LOOPBACK)
+    sessions = [RefitSession(1, "nixl", place, 30.0, rendezvous=n, num_senders=1) for n in (1, 2)]
+    member = Membership()
+    failed, current = (member.join(session, 0, PART) for session in sessions)
+    member.leave(failed)  # it was left when the rank joined the next group
+    assert member.join(sessions[1], 0, PART) is current
+    assert current.has_joined(sessions[1], 0)
+    current.connect(0, first=True)  # its agent is there
+    member.leave(current)
+    assert member.join(sessions[1], 0, PART) is not current
+    assert store.num_keys()
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
