@@ -1,6 +1,7 @@
 """A run's engine that another process has started: a real `vllm serve` on the CPU, weights over HTTP."""
 
 import asyncio
+import itertools
 import os
 import random
 import signal
@@ -48,6 +49,7 @@ class Client:
     """A host in an event loop of its own, as `Running` has one."""
 
     def __init__(self, url: str, folder: Path, **config: Any) -> None:
+        self._ids = itertools.count()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -74,7 +76,7 @@ class Client:
         self, prompts: Sequence[Any], max_new_tokens: int, **fields: Any
     ) -> "Future[list[Completion]]":
         asked = [
-            request(prompt, str(number), max_new_tokens=max_new_tokens, seed=number, **fields)
+            request(prompt, str(next(self._ids)), max_new_tokens=max_new_tokens, seed=number, **fields)
             for number, prompt in enumerate(prompts)
         ]
 
