@@ -415,7 +415,7 @@ class WeightReceiver(Receiver):
         found = _combined(held_sums)
         try:
             self._check_read(arrivals, layout, found)
-        except CorruptWeights:
+        except RefitFailed:  # or the store cannot say which box it is
             boxes.clear()
             raise
         self._has_received(update)

@@ -231,9 +231,11 @@ class WeightExchange:
             if isinstance(venue, FileVenue):  # the version is complete before it is read
                 sent = await self._senders.send(session)
                 await asyncio.to_thread(venue.complete, session, route.sender_parts, sent)
-                removing = asyncio.to_thread(venue.remove_old)
-                received, _ = await asyncio.gather(self._receivers.receive(session), removing)
-                return sent, received
+                removing = asyncio.create_task(asyncio.to_thread(venue.remove_old))
+                try:
+                    return sent, await self._receivers.receive(session)
+                finally:
+                    await removing  # or it could remove what the next session writes
             self._num_refits += 1
             session = replace(
                 session,

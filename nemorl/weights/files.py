@@ -38,6 +38,7 @@ from nemorl.models.slices import TensorSlice
 
 from .delta import BrokenChanges, add_changes
 from .messages import (
+    ITEM_BYTES,
     CorruptWeights,
     Part,
     RefitFailed,
@@ -59,7 +60,7 @@ _FOLDER = re.compile(r"v\d{8,}-[0-9a-f]{8}")
 _KEPT_VERSIONS = 2  # the newest, and the one that some receiver may still be reading
 _READ_BYTES = 2**25  # that a receiver reads at a time, to keep a link busy
 _LOCAL_READ_BYTES = 2**23  # of files on this machine: what stays in a cache until it is copied
-_ALIGNMENT = 4  # bytes of the widest type
+_ALIGNMENT = max(ITEM_BYTES.values())
 _TRIES, _PAUSE_SECONDS = 5, 0.2  # of a read that fails; the pause doubles
 _NOT_AGAIN = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
 

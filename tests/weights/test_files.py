@@ -294,6 +294,35 @@ def test_a_spoiled_object_is_found_and_the_next_version_is_complete(
     setup.exchange.layout_changed()
     assert setup.step(3).num_bytes == 3 * NUM_BYTES
     setup.assert_arrived()
+    assert (2 in versions(str(tmp_path))) == (spoil is not end_version)  # which cannot be read at all
+
+
+def test_old_versions_are_gone_when_an_update_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A removal that went on could take what the next update writes."""
+    setup = Setup(tmp_path)
+    remove_old, removed = FileVenue.remove_old, threading.Event()
+
+    def slow(venue: FileVenue) -> None:
+        removed.wait(0.5)
+        remove_old(venue)
+        removed.set()
+
+    def fail(*_: Any) -> ReceiveReport:
+        raise RefitFailed("the engine's memory is full")
+
+    async def refit() -> None:
+        with pytest.raises(RefitFailed, match="memory is full"):
+            await setup.exchange.refit(1)
+        assert removed.is_set()
+
+    monkeypatch.setattr(FileVenue, "remove_old", slow)
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightReceiver, "_receive", fail)
+        asyncio.run(refit())
+    setup.refit(2)
+    setup.assert_arrived()
 
 
 def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path) -> None:
