@@ -239,19 +239,23 @@ def test_tokens_have_the_versions_that_sampled_them(served: Served, tmp_path: Pa
     networks = {1: served.network, 2: type(served.network).from_pretrained(after).eval()}
     prompts = Prompts(seed=1).several(64)  # the server samples eight at a time
     policy.load(after)
-    waiting: list[Future[list[Completion]]] = [client.submit(prompts[:7], 150)]
+    first = prompts[:7]
+    waiting: list[tuple[Sequence[Any], Future[list[Completion]]]] = [(first, client.submit(first, 150))]
     client.submit(prompts[:1], 1).result(120)  # the others are being sampled
 
     async def refit_while_sampling() -> None:
         refit = asyncio.create_task(exchange.refit(2))
         while not refit.done():
-            waiting.append(client.submit(prompts, 150))
-            await asyncio.wait({refit, asyncio.wrap_future(waiting[-1])}, return_when=asyncio.FIRST_COMPLETED)
+            answers = client.submit(prompts, 150)
+            waiting.append((prompts, answers))
+            await asyncio.wait({refit, asyncio.wrap_future(answers)}, return_when=asyncio.FIRST_COMPLETED)
         await refit
 
     asyncio.run(refit_while_sampling())
     found = [
-        (prompt, one) for batch in waiting for prompt, one in zip(prompts, batch.result(120), strict=False)
+        (prompt, one)
+        for asked, answers in waiting
+        for prompt, one in zip(asked, answers.result(120), strict=True)
     ]
     assert any(set(one.versions.tolist()) == {1, 2} for _, one in found)
     for prompt, one in found:
