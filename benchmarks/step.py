@@ -1,6 +1,6 @@
 """How long does a GRPO step on SmolLM2 take, stage by stage and compared with TRL's?
 
-    python benchmarks/step.py [--prompt-tokens 64 256 1024] [--steps 2] [--rounds 2] [--trl generate vllm]
+    python benchmarks/step.py [--prompt-tokens 64 256 1024] [--steps 2] [--rounds 2] [--beside trl trl_vllm]
 
 Both trainers get the same model in float32, the same prompts of each length, groups of `--samples` answers of
 the same ragged lengths up to `--new-tokens`, the same reward function, temperature 1 and all cores. No token
@@ -37,8 +37,12 @@ TEMPLATE_TOKENS = 40  # that the chat template of SmolLM2 adds, at most
 UNUSED = "<empty_output>"  # of SmolLM2's vocabulary
 Steps = list[dict[str, float]]
 TRL_WAYS: dict[str, Callable[["Work"], dict[str, Any]]] = {  # options of TRL by the way it samples
-    "generate": lambda work: {},
-    "vllm": lambda work: {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": work.longest},
+    "trl": lambda work: {},
+    "trl_vllm": lambda work: {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_max_model_length": work.longest,
+    },
 }
 
 
@@ -189,7 +193,7 @@ def run_nemorl(work: Work, number: int) -> Steps:
 
 def run_trl(work: Work, number: int, way: str) -> Steps:
     """Seconds and generated tokens of every counted step of one round of TRL."""
-    out = OUT / f"trl-{way}-{number}.json"
+    out = OUT / f"{way}-{number}.json"
     options = ["--trl-round", way, str(out), json.dumps(asdict(work))]
     subprocess.run([sys.executable, __file__, *options], check=True, stdout=sys.stderr)
     return json.loads(out.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
@@ -251,8 +255,7 @@ def summary(work: Work, ours: list[Steps], trl: Mapping[str, list[Steps]]) -> di
             "shared_tokens": median(steps, "packing/shared"),
         },
     }
-    for way, theirs in trl.items():
-        name = "trl" if way == "generate" else f"trl_{way}"
+    for name, theirs in trl.items():
         whole = [step for steps in theirs for step in steps]
         mine, other = (
             Timing(side, tuple(sum(s["time/step"] for s in round_) for round_ in rounds))
@@ -271,10 +274,10 @@ def shown(metrics: dict[str, Any]) -> dict[str, object]:
     """A row of the table."""
     seconds = metrics["nemorl"]["seconds"]
     row = {"prompt tokens": metrics["prompt_tokens"], **{f"{stage} s": seconds[stage] for stage in STAGES}}
-    for name, title in (("trl", "TRL"), ("trl_vllm", "TRL with vLLM")):
+    for name in TRL_WAYS:
         if name in metrics:
             ratio = metrics[f"{name}_step_over_nemorl_step"]
-            row |= {f"{title} step s": metrics[name]["seconds"]["step"], f"{title} / nemorl": ratio}
+            row |= {f"{name} step s": metrics[name]["seconds"]["step"], f"{name} / nemorl": ratio}
     return row
 
 
@@ -289,8 +292,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
     parser.add_argument("--trl-tokens", type=int, default=2048, help="of a backward pass of TRL")
-    ways = parser.add_argument("--trl", nargs="*", choices=list(TRL_WAYS), default=["generate"])
-    ways.help = "how TRL samples, each way a side of its own; without a value TRL is left out"
+    ways = parser.add_argument("--beside", nargs="*", choices=list(TRL_WAYS), default=["trl"])
+    ways.help = "other sides: TRL by the way it samples; none without a value"
     parser.add_argument("--trl-round", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
@@ -311,7 +314,7 @@ def main() -> None:
             arguments.trl_tokens,
         )
         ours: list[Steps] = []
-        theirs: dict[str, list[Steps]] = {way: [] for way in arguments.trl}
+        theirs: dict[str, list[Steps]] = {way: [] for way in arguments.beside}
         for number in range(arguments.rounds):
             ours.append(run_nemorl(work, number))
             for way, rounds in theirs.items():
