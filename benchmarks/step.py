@@ -1,6 +1,6 @@
 """How long does a GRPO step on SmolLM2 take, stage by stage and compared with TRL's?
 
-    python benchmarks/step.py [--prompt-tokens 64 256 1024] [--steps 2] [--rounds 2] [--beside trl trl_vllm]
+    python benchmarks/step.py [--prompt-tokens 64 256 1024] [--steps 2] [--rounds 2] [--sides trl trl_vllm]
 
 Both trainers get the same model in float32, the same prompts of each length, groups of `--samples` answers of
 the same ragged lengths up to `--new-tokens`, the same reward function, temperature 1 and all cores. No token
@@ -292,7 +292,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
     parser.add_argument("--trl-tokens", type=int, default=2048, help="of a backward pass of TRL")
-    ways = parser.add_argument("--beside", nargs="*", choices=list(TRL_WAYS), default=["trl"])
+    ways = parser.add_argument("--sides", nargs="*", choices=list(TRL_WAYS), default=["trl"])
     ways.help = "other sides: TRL by the way it samples; none without a value"
     parser.add_argument("--trl-round", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -314,7 +314,7 @@ def main() -> None:
             arguments.trl_tokens,
         )
         ours: list[Steps] = []
-        theirs: dict[str, list[Steps]] = {way: [] for way in arguments.beside}
+        theirs: dict[str, list[Steps]] = {way: [] for way in arguments.sides}
         for number in range(arguments.rounds):
             ours.append(run_nemorl(work, number))
             for way, rounds in theirs.items():

@@ -300,7 +300,7 @@ def test_a_spoiled_object_is_found_and_the_next_version_is_complete(
 def test_old_versions_are_gone_when_an_update_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A removal that went on could take what the next update writes."""
+    """A removal that continues could take what the next update writes."""
     setup = Setup(tmp_path)
     remove_old, removed = FileVenue.remove_old, threading.Event()
 
